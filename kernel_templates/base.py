@@ -1,0 +1,305 @@
+"""What a tunable kernel is: the types every template, space and tool shares.
+
+A *template* is one hot path of Gemma 4 with everything needed to tune and to run it.  Its module
+holds, top to bottom: the mathematics, a frozen ``Problem`` (what is given), a frozen ``Config``
+(what may vary), the ``@triton.jit`` kernel, ``calls`` (the one place that turns inputs and a config
+into kernel launches), a plain PyTorch ``reference``, ``make_inputs``, ``problems``, ``default``,
+``cost`` and, last, ``TEMPLATE = KernelTemplate(...)``.  Importing the module registers nothing by
+itself: :func:`templates` finds every module of this package that defines ``TEMPLATE``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import importlib
+import inspect
+import io
+import pkgutil
+import tokenize
+import types
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+import torch
+
+DTYPES: Mapping[str, torch.dtype] = types.MappingProxyType(
+    {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+)
+
+
+@dataclass(frozen=True)
+class DeviceInfo:
+    """The numbers of one GPU that validity and prediction depend on.
+
+    ``name`` is the driver's own name (``NVIDIA H200``); rules use the numbers and never the name.
+    Bandwidth is in byte/s, compute in FLOP/s (dense bf16), memory and caches in bytes.
+    ``attached`` is True when the numbers were read from a GPU in this machine, False when they come
+    from the data file of GPU facts.
+    """
+
+    name: str
+    capability: tuple[int, int]
+    sms: int
+    shared_per_block: int
+    shared_per_sm: int
+    l2_bytes: int
+    memory_bytes: int
+    bandwidth: float
+    bf16_flops: float
+    registers_per_sm: int = 65536
+    threads_per_sm: int = 2048
+    blocks_per_sm: int = 32
+    driver: str | None = None
+    uuid: str | None = None
+    attached: bool = False
+
+    @property
+    def target(self) -> int:
+        """The capability as Triton names it: 80 for (8, 0)."""
+        return self.capability[0] * 10 + self.capability[1]
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """One decoder layer's text shapes, per tensor-parallel rank.
+
+    ``rotary_pairs`` is the number of rotated (cos, sin) pairs out of ``head_dim / 2``;
+    ``window`` is None in full-attention layers.
+    """
+
+    kind: str
+    head_dim: int
+    query_heads: int
+    kv_heads: int
+    k_eq_v: bool
+    kv_shared: bool
+    window: int | None
+    intermediate_size: int
+    rotary_pairs: int
+    rope_theta: float
+    moe: bool = False
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """A Gemma 4 text model as the hot paths see it, per tensor-parallel rank."""
+
+    name: str
+    hidden_size: int
+    vocab_size: int
+    layers: tuple[LayerShape, ...]
+    ple_width: int = 0
+    num_experts: int = 0
+    top_k_experts: int = 0
+    moe_intermediate_size: int = 0
+    rms_eps: float = 1e-6
+    final_softcap: float | None = 30.0
+    dtype: str = "bfloat16"
+    tp: int = 1
+
+
+@dataclass(frozen=True)
+class Cost:
+    """The least work a problem needs: each input read once, each output written once."""
+
+    bytes: int
+    flops: int
+
+
+@dataclass
+class Inputs:
+    """Base of every template's inputs: tensors and scalars in, preallocated tensors out.
+
+    Subclasses are dataclasses.  A field made with :func:`out` is written by the kernel; every other
+    tensor is only read.  A field may be None when the problem has no such operand.
+    """
+
+    def outputs(self) -> dict[str, torch.Tensor]:
+        """The tensors the kernel writes, by field name, without absent ones."""
+        return {
+            f.name: value
+            for f in dataclasses.fields(self)
+            if f.metadata.get("out") and (value := getattr(self, f.name)) is not None
+        }
+
+    def operands(self) -> dict[str, torch.Tensor]:
+        """The tensors the kernel reads, by field name."""
+        return {
+            f.name: value
+            for f in dataclasses.fields(self)
+            if not f.metadata.get("out")
+            and isinstance(value := getattr(self, f.name), torch.Tensor)
+        }
+
+    def upcast(self) -> Inputs:
+        """A copy whose floating-point operands are float32, for the exact reference."""
+        return dataclasses.replace(
+            self,
+            **{
+                name: tensor.float()
+                for name, tensor in self.operands().items()
+                if tensor.is_floating_point()
+            },
+        )
+
+    def nbytes(self) -> int:
+        """Bytes of all tensors, outputs included."""
+        tensors = [*self.operands().values(), *self.outputs().values()]
+        return sum(t.numel() * t.element_size() for t in tensors)
+
+
+def out() -> Any:
+    """A dataclass field for a tensor that the kernel writes (None when the problem has none)."""
+    return field(default=None, metadata={"out": True})
+
+
+@dataclass(frozen=True)
+class KernelCall:
+    """One launch of one ``@triton.jit`` kernel: everything Triton needs, nothing else.
+
+    The same object launches (:meth:`run`), and compiles without a GPU when its tensors live on the
+    ``meta`` device (:meth:`warmup`), so what is compiled ahead, checked, timed and shipped is one
+    thing.
+    """
+
+    kernel: Any
+    grid: tuple[int, ...]
+    args: Mapping[str, Any]
+    num_warps: int
+    num_stages: int = 1
+
+    def run(self) -> None:
+        """Launch on the current stream; an empty grid launches nothing."""
+        if all(self.grid):
+            self.kernel[self.grid](
+                **self.args, num_warps=self.num_warps, num_stages=self.num_stages
+            )
+
+    def warmup(self) -> Any:
+        """Compile without launching; returns Triton's compiled kernel."""
+        return self.kernel.warmup(
+            grid=self.grid, **self.args, num_warps=self.num_warps, num_stages=self.num_stages
+        )
+
+
+P = TypeVar("P")
+C = TypeVar("C")
+
+
+@dataclass(frozen=True)
+class KernelTemplate(Generic[P, C]):
+    """Everything needed to tune and to run one hot path.
+
+    ``calls(inputs, config)`` is the only launcher.  ``reference(inputs)`` computes in the dtype of
+    its inputs and returns the outputs by field name: called on ``inputs.upcast()`` it is the exact
+    answer, called on the inputs themselves it is PyTorch's own error in that dtype, and compiled it
+    is the peer that a server runs without us.  ``make_inputs(problem, seed, device, pad)`` draws
+    fresh inputs; ``pad`` extra elements separate consecutive rows of every strided operand.
+    ``problems(model, tokens)`` lists what a model needs, without repeats.  ``same_kernel`` names the
+    fields of a problem that only change the amount of work, never the compiled binary.
+    ``exact_outputs`` must equal the reference bit for bit (integers, such as expert ids).
+    """
+
+    name: str
+    problem: type[P]
+    config: type[C]
+    calls: Callable[[Any, C], Sequence[KernelCall]]
+    reference: Callable[[Any], dict[str, torch.Tensor]]
+    make_inputs: Callable[[P, int, torch.device, int], Any]
+    problems: Callable[[ModelShape, Sequence[int]], list[P]]
+    default: Callable[[P, DeviceInfo], C]
+    cost: Callable[[P], Cost]
+    describe: Callable[[P], str]
+    same_kernel: tuple[str, ...] = ("tokens",)
+    exact_outputs: tuple[str, ...] = ()
+
+    def launch(self, inputs: Any, config: C) -> None:
+        """Run the kernel: reads ``inputs``' operands, writes its outputs."""
+        for call in self.calls(inputs, config):
+            call.run()
+
+    def kernel_problem(self, problem: P) -> P:
+        """The representative of all problems that share this one's compiled binaries."""
+        return dataclasses.replace(problem, **dict.fromkeys(self.same_kernel, 16))  # type: ignore[type-var]
+
+    @functools.cached_property
+    def source_hash(self) -> str:
+        """Hash of the code that gives a config its meaning; comments and blank lines do not count.
+
+        Covers every ``@triton.jit`` function of the template's module and of ``common``, and
+        ``calls``.  A tuned entry with another hash was made for another kernel.
+        """
+        modules = [inspect.getmodule(self.calls), importlib.import_module(f"{__package__}.common")]
+        digest = hashlib.sha256()
+        for module in modules:
+            for name, value in sorted(vars(module).items()):
+                # Both JITFunction and, under TRITON_INTERPRET, InterpretedFunction keep `.fn`.
+                function = getattr(value, "fn", None)
+                if inspect.isfunction(function) and function.__module__ == module.__name__:  # type: ignore[union-attr]
+                    digest.update(f"{name}\n{_code_of(function)}".encode())
+        digest.update(_code_of(self.calls).encode())
+        return digest.hexdigest()[:16]
+
+
+def _code_of(function: Callable[..., Any]) -> str:
+    """A function's source without comments and blank lines."""
+    source = inspect.getsource(function)
+    dropped = (tokenize.COMMENT, tokenize.NL)
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    return " ".join(token.string for token in tokens if token.type not in dropped)
+
+
+@functools.cache
+def templates() -> Mapping[str, KernelTemplate[Any, Any]]:
+    """Every template of this package by name, found by importing its modules."""
+    package = importlib.import_module(__package__)
+    found: dict[str, KernelTemplate[Any, Any]] = {}
+    for info in pkgutil.iter_modules(package.__path__):
+        module = importlib.import_module(f"{__package__}.{info.name}")
+        template = getattr(module, "TEMPLATE", None)
+        if template is not None:
+            found[template.name] = template
+    return types.MappingProxyType(found)
+
+
+def template(name: str) -> KernelTemplate[Any, Any]:
+    """The template of that name; KeyError naming the known ones otherwise."""
+    known = templates()
+    if name not in known:
+        raise KeyError(f"no kernel template named {name!r}; known: {', '.join(sorted(known))}")
+    return known[name]
+
+
+def record_to_dict(record: Any) -> dict[str, Any]:
+    """A problem or config as plain JSON values (tuples become lists)."""
+    return {
+        f.name: list(value) if isinstance(value := getattr(record, f.name), tuple) else value
+        for f in dataclasses.fields(record)
+    }
+
+
+def record_from_dict(kind: type[C], values: Mapping[str, Any]) -> C:
+    """Build a problem or config from JSON values; ValueError names a wrong or missing field."""
+    fields = {f.name: f for f in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    unknown = sorted(set(values) - set(fields))
+    if unknown:
+        raise ValueError(f"unknown field {unknown[0]!r}; known: {', '.join(fields)}")
+    hints = typing.get_type_hints(kind)
+    built: dict[str, Any] = {}
+    for name, f in fields.items():
+        if name not in values:
+            if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING:
+                raise ValueError(f"missing field {name!r}")
+            continue
+        value = values[name]
+        if isinstance(value, list):
+            value = tuple(value)
+        wanted = typing.get_origin(hints[name]) or hints[name]
+        if not isinstance(value, wanted) or (isinstance(value, bool) and wanted is not bool):
+            raise ValueError(f"field {name!r} is {value!r}, wanted {wanted.__name__}")
+        built[name] = value
+    return kind(**built)
