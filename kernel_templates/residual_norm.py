@@ -414,7 +414,7 @@ def reference(inputs: ResidualNormInputs) -> dict[str, torch.Tensor]:
 def make_inputs(
     problem: Problem, seed: int, device: torch.device, pad: int = 0
 ) -> ResidualNormInputs:
-    """Random inputs; branches and residual have the magnitudes a trained model shows (0.1 to 10)."""
+    """Random inputs; branches and residual differ in magnitude, as they do in a trained model."""
     dtype, draw = DTYPES[problem.dtype], generator(seed, device)
 
     def rows(scale: float = 1.0) -> torch.Tensor:
