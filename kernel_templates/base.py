@@ -199,8 +199,8 @@ class KernelTemplate(Generic[P, C]):
     answer, called on the inputs themselves it is PyTorch's own error in that dtype, and compiled it
     is the peer that a server runs without us.  ``make_inputs(problem, seed, device, pad)`` draws
     fresh inputs; ``pad`` extra elements separate consecutive rows of every strided operand.
-    ``problems(model, tokens)`` lists what a model needs, without repeats.  ``same_kernel`` names the
-    fields of a problem that only change the amount of work, never the compiled binary.
+    ``problems(model, tokens)`` lists what a model needs, without repeats.  ``same_kernel`` names
+    the fields of a problem that only change the amount of work, never the compiled binary.
     ``exact_outputs`` must equal the reference bit for bit (integers, such as expert ids).
     """
 

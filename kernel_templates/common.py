@@ -47,7 +47,7 @@ def _cuda_sms(index: int) -> int:
 
 
 def sm_count(tensor: torch.Tensor) -> int:
-    """Multiprocessors of the tensor's GPU; 1 where there is none (interpreter, cross-compilation)."""
+    """Multiprocessors of the tensor's GPU; 1 where there is none (interpreter, meta tensors)."""
     return _cuda_sms(tensor.device.index or 0) if tensor.is_cuda else 1
 
 
