@@ -88,7 +88,7 @@ class ResidualNormInputs(Inputs):
     ``branch0/1, residual, h_out, norm_out*``: [tokens, hidden]; ``branch*_weight, sum_weight,
     norm_weight*``: [hidden] (``norm_weight2`` may be the router scale).  ``scalar`` is None, a
     Python float, or a tensor of one element of any float dtype.  ``router`` is the index of the
-    router's following norm, -1 for none.
+    router's following norm, -1 for none; ``root`` is :func:`router_root` of the hidden size.
     """
 
     branch0: torch.Tensor
@@ -102,6 +102,7 @@ class ResidualNormInputs(Inputs):
     norm_weight1: torch.Tensor | None = None
     norm_weight2: torch.Tensor | None = None
     router: int = -1
+    root: float = 1.0
     eps: float = 1e-6
     h_out: torch.Tensor | None = out()
     norm_out0: torch.Tensor | None = out()
@@ -368,7 +369,7 @@ def calls(inputs: ResidualNormInputs, config: Config) -> list[KernelCall]:
         "out1_stride": 0 if outs[1] is None else outs[1].stride(0),
         "out2_stride": 0 if outs[2] is None else outs[2].stride(0),
         "eps": inputs.eps,
-        "root": router_root(hidden, h_out.dtype),
+        "root": inputs.root,
         "HIDDEN": hidden,
         "BRANCHES": 1 if inputs.branch1 is None else 2,
         "SCALAR": scalar_kind,
@@ -384,7 +385,10 @@ def calls(inputs: ResidualNormInputs, config: Config) -> list[KernelCall]:
 
 
 def router_root(hidden: int, dtype: torch.dtype) -> float:
-    """``hidden ** -0.5`` rounded to ``dtype``, as the router multiplies by it."""
+    """``hidden ** -0.5`` rounded to ``dtype``, as the router multiplies by it.
+
+    A constant of the model, hence rounded in the exact reference too.
+    """
     return torch.tensor(hidden**-0.5, dtype=dtype).item()
 
 
@@ -400,12 +404,8 @@ def reference(inputs: ResidualNormInputs) -> dict[str, torch.Tensor]:
     results = {"h_out": h}
     for index, (weight, _) in enumerate(inputs.norms()):
         if index == inputs.router:
-            # The root is a constant of the model, rounded to the serving dtype also in the exact
-            # reference: it is an input, not an intermediate.
-            root = router_root(
-                h.shape[-1], inputs.h_out.dtype if inputs.h_out is not None else h.dtype
-            )
-            results[f"norm_out{index}"] = rms_norm(h, None, inputs.eps) * root * weight.to(h.dtype)
+            normal = rms_norm(h, None, inputs.eps) * inputs.root
+            results[f"norm_out{index}"] = normal * weight.to(h.dtype)
         else:
             results[f"norm_out{index}"] = rms_norm(h, weight, inputs.eps)
     return results
@@ -436,6 +436,7 @@ def make_inputs(
         sum_weight=weight() if two else None,
         scalar=scaled_randn((1,), dtype, device, draw, 0.1, 0.7) if problem.scalar else None,
         router=problem.norms - 1 if problem.router else -1,
+        root=router_root(problem.hidden, dtype),
         h_out=output(),
     )
     for index in range(problem.norms):

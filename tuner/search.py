@@ -1,0 +1,328 @@
+"""Which candidate next: one Optuna study per problem, resumable, with every failure told.
+
+Sampling runs in an in-memory study; every finished candidate is appended to a durable one (a local
+journal by default, any Optuna storage URL otherwise) in a single write.  So asking is fast, a kill
+loses at most the candidates in flight, and several tuners on one storage learn from each other's
+finished trials.  TPE learns nothing from failed trials, hence failures enter as completed trials
+with a violated constraint and a finite penalty.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import random
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import optuna
+from optuna.distributions import CategoricalDistribution
+from optuna.storages import BaseStorage, JournalStorage, RDBStorage
+from optuna.storages.journal import BaseJournalFileLock, JournalFileBackend
+from optuna.trial import FrozenTrial, TrialState, create_trial
+
+from kernel_templates.base import DeviceInfo, record_to_dict
+from search_spaces.base import SearchSpace
+
+from .trial import Outcome, Status
+
+#: Spaces beyond this are sampled without being listed; none of today's comes near it.
+LISTED = 200_000
+#: Penalty of a failed candidate, as a multiple of the slowest time seen.
+PENALTY = 4.0
+
+
+class FlockLock(BaseJournalFileLock):
+    """Journal lock that the operating system releases when its holder dies, however it dies."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path + ".lock"
+        self._handle: int | None = None
+
+    def acquire(self) -> bool:
+        self._handle = os.open(self._path, os.O_CREAT | os.O_RDWR, 0o644)
+        fcntl.flock(self._handle, fcntl.LOCK_EX)
+        return True
+
+    def release(self) -> None:
+        if self._handle is not None:
+            os.close(self._handle)
+            self._handle = None
+
+
+def open_storage(url: str | None, folder: Path) -> BaseStorage:
+    """The durable storage: ``url`` as Optuna takes it, or a journal file in ``folder``.
+
+    A journal whose last line was cut by a kill loses that line and nothing else.
+    """
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    if url is not None:
+        return RDBStorage(url)
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "trials.journal"
+    lock = FlockLock(str(path))
+    lock.acquire()
+    try:
+        mend_journal(path)
+    finally:
+        lock.release()
+    return JournalStorage(JournalFileBackend(str(path), lock_obj=lock))
+
+
+def mend_journal(path: Path) -> int:
+    """Cut what a killed writer left after the last whole line; returns the bytes removed."""
+    if not path.exists():
+        return 0
+    with path.open("r+b") as file:
+        data = file.read()
+        keep = data.rfind(b"\n") + 1
+        if keep < len(data):
+            file.truncate(keep)
+    return len(data) - keep
+
+
+def study_name(
+    space: SearchSpace, problem: Any, device: DeviceInfo, mode: str, versions: Mapping[str, str]
+) -> str:
+    """Name under which trials are kept: everything that must agree for a result to be reused."""
+    choices = {name: list(values) for name, values in space.choices(problem, device).items()}
+    identity = json.dumps(
+        [
+            record_to_dict(problem),
+            choices,
+            space.kernel.source_hash,
+            [device.name, *device.capability, device.sms, device.shared_per_block],
+            sorted(versions.items()),
+        ],
+        sort_keys=True,
+    )
+    digest = hashlib.sha256(identity.encode()).hexdigest()[:16]
+    return f"{space.template}/{problem.tokens}/{mode}/{digest}"
+
+
+class ProblemSearch:
+    """The search of one problem.
+
+    ``budget`` is the number of evaluated candidates; a space (or ``candidates`` list) that fits it
+    is searched exhaustively.  ``first`` are tried before anything else, in their order.
+    """
+
+    def __init__(
+        self,
+        space: SearchSpace,
+        problem: Any,
+        device: DeviceInfo,
+        storage: BaseStorage,
+        name: str,
+        budget: int,
+        first: Sequence[Any] = (),
+        candidates: Sequence[Any] | None = None,
+        seed: int = 0,
+    ) -> None:
+        self.space, self.problem, self.device = space, problem, device
+        self.budget = budget
+        self.choices = space.choices(problem, device)
+        self.outcomes: dict[Any, Outcome] = {}
+        self.reused = 0
+        self.infeasible = 0
+        self._asked: dict[Any, FrozenTrial | optuna.Trial | None] = {}
+        self._random = random.Random(f"{seed}/{name}")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            self._durable = optuna.create_study(
+                storage=storage, study_name=name, load_if_exists=True
+            )
+        self._seen_trials: set[int] = set()
+        self._queue = list(dict.fromkeys(first))
+        listed = list(candidates) if candidates is not None else self._listed()
+        self.size = len(listed)
+        self.exhaustive = self.size <= budget
+        self._unseen = dict.fromkeys(listed)
+        if self.exhaustive:
+            self._queue += [config for config in listed if config not in set(self._queue)]
+        self._distributions = {
+            field: CategoricalDistribution(values) for field, values in self.choices.items()
+        }
+        self._sampling: optuna.Study | None = None if self.exhaustive else self._sampler(seed)
+        self.sync()
+        self.reused = len(self.outcomes)
+
+    def _listed(self) -> list[Any]:
+        found = []
+        for config in self.space.configs(self.problem, self.device):
+            found.append(config)
+            if len(found) >= LISTED:
+                break
+        return found
+
+    def _sampler(self, seed: int) -> optuna.Study:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            sampler = optuna.samplers.TPESampler(
+                seed=seed,
+                multivariate=True,
+                n_startup_trials=max(8, self.budget // 4),
+                constant_liar=True,
+                constraints_func=lambda trial: (trial.user_attrs.get("violation", 0.0),),
+                # Choices are ordered: neighbours in a list are neighbours in effect.
+                categorical_distance_func={
+                    name: _index_distance(values)
+                    for name, values in self.choices.items()
+                    if len(values) > 1
+                },
+            )
+            return optuna.create_study(sampler=sampler)
+
+    # What is known already
+
+    def sync(self) -> None:
+        """Take in the trials that earlier runs or other tuners finished."""
+        for trial in self._durable.get_trials(deepcopy=False, states=(TrialState.COMPLETE,)):
+            if trial.number in self._seen_trials:
+                continue
+            self._seen_trials.add(trial.number)
+            values = trial.user_attrs.get("outcome")
+            if values is None:
+                continue
+            config = self.space.kernel.config(**trial.params)
+            if config not in self.outcomes:
+                self._learn(Outcome.from_dict(config, values), trial=None)
+
+    @property
+    def finals(self) -> dict[str, Any] | None:
+        """The stored result of the finals, if this problem was already decided."""
+        found = self._durable.user_attrs.get("finals")
+        return dict(found) if found else None
+
+    def store_finals(self, result: Mapping[str, Any]) -> None:
+        self._durable.set_user_attr("finals", dict(result))
+
+    @property
+    def done(self) -> bool:
+        """Whether the budget is spent or nothing is left to try."""
+        return len(self.outcomes) >= self.budget or (not self._queue and not self._unseen)
+
+    # Ask and tell
+
+    def ask(self) -> Any | None:
+        """The next candidate, None when none is left or the budget is in flight or spent."""
+        in_flight = sum(config not in self.outcomes for config in self._asked)
+        if len(self.outcomes) + in_flight >= self.budget:
+            return None
+        while self._queue:
+            config = self._queue.pop(0)
+            if not self._is_new(config) or not self._in_space(config):
+                continue
+            if self.space.infeasible(self.problem, config, self.device) is None:
+                return self._take(config, None)
+            self.infeasible += 1
+        if self._sampling is not None:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                for _ in range(24):
+                    trial = self._sampling.ask(self._distributions)
+                    config = self.space.kernel.config(**trial.params)
+                    if not self._is_new(config):
+                        known = self.outcomes.get(config)
+                        self._tell_sampler(trial, known)
+                        continue
+                    if self.space.infeasible(self.problem, config, self.device) is not None:
+                        self.infeasible += 1
+                        self._tell_sampler(trial, Outcome(config, Status.INFEASIBLE))
+                        continue
+                    return self._take(config, trial)
+        if not self._unseen:
+            return None
+        # TPE keeps proposing what is known or cannot run: take an untried one at random.
+        return self._take(self._random.choice(list(self._unseen)), None)
+
+    def _is_new(self, config: Any) -> bool:
+        return config not in self.outcomes and config not in self._asked
+
+    def _in_space(self, config: Any) -> bool:
+        """Whether every field holds one of today's choices (a foreign table's may not)."""
+        return all(getattr(config, name) in values for name, values in self.choices.items())
+
+    def _take(self, config: Any, trial: optuna.Trial | None) -> Any:
+        self._asked[config] = trial
+        self._unseen.pop(config, None)
+        return config
+
+    def tell(self, outcome: Outcome) -> None:
+        """Record a finished candidate: durably first, then for the sampler."""
+        value = outcome.time_us if outcome.time_us is not None else self._penalty()
+        self._durable.add_trial(
+            create_trial(
+                params=record_to_dict(outcome.config),
+                distributions=dict(self._distributions),
+                value=value,
+                user_attrs={"outcome": outcome.to_dict()},
+            )
+        )
+        self._learn(outcome, self._asked.get(outcome.config))
+
+    def _learn(self, outcome: Outcome, trial: Any) -> None:
+        self.outcomes[outcome.config] = outcome
+        self._unseen.pop(outcome.config, None)
+        if self._sampling is None:
+            return
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            if trial is not None:
+                self._tell_sampler(trial, outcome)
+            else:
+                self._sampling.add_trial(
+                    create_trial(
+                        params=record_to_dict(outcome.config),
+                        distributions=dict(self._distributions),
+                        value=outcome.time_us or self._penalty(),
+                        user_attrs={"violation": _violation(outcome)},
+                    )
+                )
+
+    def _tell_sampler(self, trial: optuna.Trial, outcome: Outcome | None) -> None:
+        assert self._sampling is not None
+        if outcome is None:
+            # In flight: the sampler must not wait for it.
+            self._sampling.tell(trial, state=TrialState.PRUNED)
+            return
+        trial.set_user_attr("violation", _violation(outcome))
+        self._sampling.tell(trial, outcome.time_us or self._penalty())
+
+    def _penalty(self) -> float:
+        times = [o.time_us for o in self.outcomes.values() if o.time_us is not None]
+        return PENALTY * max(times, default=1e6)
+
+    # Results
+
+    def best(self, count: int) -> list[Outcome]:
+        """The fastest correct candidates, fastest first."""
+        good = [o for o in self.outcomes.values() if o.status is Status.OK]
+        return sorted(good, key=lambda o: o.time_us or 0.0)[:count]
+
+    def rejected(self) -> dict[str, int]:
+        """Number of evaluated candidates that failed, by status."""
+        counts: dict[str, int] = {}
+        for outcome in self.outcomes.values():
+            if outcome.status is not Status.OK:
+                counts[outcome.status.value] = counts.get(outcome.status.value, 0) + 1
+        return counts
+
+    def reasons(self) -> Iterator[tuple[str, str]]:
+        """(status, reason) of every rejected candidate."""
+        for outcome in self.outcomes.values():
+            if outcome.status is not Status.OK:
+                yield outcome.status.value, outcome.reason
+
+
+def _violation(outcome: Outcome) -> float:
+    return 0.0 if outcome.status is Status.OK else 1.0
+
+
+def _index_distance(values: Sequence[Any]) -> Any:
+    place = {value: index for index, value in enumerate(values)}
+    return lambda a, b: float(abs(place[a] - place[b]))
