@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import functools
+from collections.abc import Iterator
 
 import torch
 import triton
@@ -46,9 +49,22 @@ def _cuda_sms(index: int) -> int:
     return torch.cuda.get_device_properties(index).multi_processor_count
 
 
+_absent_sms = contextvars.ContextVar("absent_sms", default=1)
+
+
+@contextlib.contextmanager
+def assumed_sms(count: int) -> Iterator[None]:
+    """Within this context, grids for tensors outside a GPU assume ``count`` multiprocessors."""
+    token = _absent_sms.set(count)
+    try:
+        yield
+    finally:
+        _absent_sms.reset(token)
+
+
 def sm_count(tensor: torch.Tensor) -> int:
-    """Multiprocessors of the tensor's GPU; 1 where there is none (interpreter, meta tensors)."""
-    return _cuda_sms(tensor.device.index or 0) if tensor.is_cuda else 1
+    """Multiprocessors of the tensor's GPU; 1, or what is assumed, where there is none."""
+    return _cuda_sms(tensor.device.index or 0) if tensor.is_cuda else _absent_sms.get()
 
 
 def tile_grid(tiles: int, programs_per_sm: int, tensor: torch.Tensor) -> tuple[int]:
