@@ -157,9 +157,11 @@ def _kernel(
     columns = tl.broadcast_to(vector_range(0, HALF, VECTOR)[None, :], [ROWS, HALF])
 
     for unit in tl.range(tl.program_id(0), tl.cdiv(tokens, ROWS) * GROUPS, tl.num_programs(0)):
+        # The interpreter's loop variables are Python ints, whose comparisons make no masks.
+        zero = tl.full([], 0, tl.int32)
         row = tile_rows(unit // GROUPS, ROWS)[:, None]  # [ROWS, 1]
         live = row < tokens
-        group = unit % GROUPS
+        group = unit % GROUPS + zero
         turns = columns < PAIRS
         # Heads [start, end) of a row of qkv are this group's, `first` is where its section starts.
         # Only scalars are chosen: a choice between pointers per row would cost the wide accesses.
@@ -207,7 +209,7 @@ def _kernel(
             if STAGES == 2:
                 x1 = next1.to(tl.float32)
                 x2 = next2.to(tl.float32)
-                more = live & (head + 1 < end)
+                more = live & (head + 1 + zero < end)
                 next1 = tl.load(x + (head + 1) * HEAD_DIM, mask=more, other=0.0)
                 next2 = tl.load(x + (head + 1) * HEAD_DIM + HALF, mask=more, other=0.0)
             else:
@@ -225,7 +227,7 @@ def _kernel(
             tl.store(to + HALF, o2, mask=live)
             if SECTIONS == 1:
                 to = v_out + row * v_stride + (head - QUERY_HEADS) * HEAD_DIM + columns
-                is_key = live & (head >= QUERY_HEADS)
+                is_key = live & (head + zero >= QUERY_HEADS)
                 tl.store(to, n1.to(qkv.dtype.element_ty), mask=is_key)
                 tl.store(to + HALF, n2.to(qkv.dtype.element_ty), mask=is_key)
 
