@@ -14,7 +14,7 @@ def test_faults_and_recovery() -> None:
         with pytest.raises(WorkerDied, match="SIGKILL"):
             worker.call("die", timeout=20)
         assert worker.call("echo", 4, timeout=20) == 4
-        with pytest.raises(WorkerTimeout, match="within 0.5 s"):
+        with pytest.raises(WorkerTimeout, match=r"within 0\.5 s"):
             worker.call("hang", timeout=0.5)
         assert worker.call("echo", 5, timeout=20) == 5
         assert worker.starts == 3
