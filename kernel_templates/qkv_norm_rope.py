@@ -20,8 +20,8 @@ Roundings kept, as eager PyTorch in the same dtype has them: after each normalis
 weight.  The rotation takes those rounded values, runs in float32 and rounds once, where eager
 PyTorch rounds cos, sin and both products too.
 
-The outputs may be views of ``qkv``, each head in its own place: a program reads all of its heads
-before it writes them, and no other program touches them.  Any other overlap is a race.
+The outputs may be views of ``qkv``, each head in its own place: a program reads its rows before it
+writes them, and no other program touches them.  Any other overlap is a race.
 """
 
 from __future__ import annotations
@@ -44,7 +44,6 @@ from .common import (
     rounded,
     scaled_randn,
     tile_grid,
-    tile_rows,
     vector_range,
 )
 
@@ -54,7 +53,7 @@ SECTIONS = {"none": 0, "k_eq_v": 1, "separate": 2}
 #: Rows of the cos/sin cache that :func:`make_inputs` makes.
 MAX_POSITION = 4096
 
-#: Tokens x heads at most, so that units of work and loop steps stay in int32.
+#: Tokens x heads at most, so that row indices stay in int32.
 MAX_TOKEN_HEADS = 2**30
 
 
@@ -84,19 +83,14 @@ class Problem:
 class Config:
     """What may vary.
 
-    ``rows`` tokens per tile; ``heads`` of one section (Q, K or V) that a program takes one after
-    the other with cos, sin and weight in registers; ``vector`` elements per thread and access;
-    ``programs_per_sm`` 0 for one program per tile and group of heads, else a persistent grid;
-    ``stages`` - 1 heads are loaded ahead of the one being computed, one ahead in registers, more
-    in shared memory.
+    ``rows`` (token, head) rows per tile; ``vector`` elements per thread and access;
+    ``programs_per_sm`` 0 for one program per tile, else a persistent grid.
     """
 
     rows: int
-    heads: int
     vector: int
     programs_per_sm: int
     num_warps: int
-    stages: int
 
 
 @dataclass
@@ -124,6 +118,61 @@ class QkvNormRopeInputs(Inputs):
     v_out: torch.Tensor | None = out()
 
 
+@triton.jit
+def _heads(
+    tile,
+    tokens,
+    x,  # [tokens, >= (FIRST + HEADS) * HEAD_DIM], row stride x_stride
+    positions,  # [tokens], integer
+    cos_sin,  # [max position, HEAD_DIM], any float type
+    weight,  # [HEAD_DIM]; None for V, which does not rotate either
+    output,  # [tokens, HEADS * HEAD_DIM], type of x
+    unweighted,  # as output, gets the norm before weight and rotation; or None
+    x_stride, cos_sin_stride, output_stride, unweighted_stride,
+    eps,
+    HEAD_DIM: tl.constexpr,
+    FIRST: tl.constexpr,
+    HEADS: tl.constexpr,
+    PAIRS: tl.constexpr,
+    ROWS: tl.constexpr,
+    VECTOR: tl.constexpr,
+):  # fmt: skip
+    """One tile of ROWS (token, head) rows out of the HEADS heads that start at head FIRST."""
+    HALF: tl.constexpr = HEAD_DIM // 2
+    # Weights, cos and sin are loaded as whole tiles (repeats come from L1): a tile of one row
+    # would get a layout of its own and reach the other rows through shared memory.
+    columns = tl.broadcast_to(vector_range(0, HALF, VECTOR)[None, :], [ROWS, HALF])
+    row = tile * ROWS + tl.arange(0, ROWS)[:, None]  # [ROWS, 1]
+    live = row < tokens * HEADS
+    token = (row // HEADS).to(tl.int64)
+    head = row % HEADS
+    source = x + token * x_stride + (FIRST + head) * HEAD_DIM + columns  # [ROWS, HALF]
+    x1 = tl.load(source, mask=live, other=0.0).to(tl.float32)
+    x2 = tl.load(source + HALF, mask=live, other=0.0).to(tl.float32)
+    squares = tl.sum(x1 * x1 + x2 * x2, axis=1, keep_dims=True)
+    n1 = rms_normalised(x1, squares, HEAD_DIM, eps, x)
+    n2 = rms_normalised(x2, squares, HEAD_DIM, eps, x)
+    target = output + token * output_stride + head * HEAD_DIM + columns
+    if weight is None:
+        tl.store(target, n1.to(x.dtype.element_ty), mask=live)
+        tl.store(target + HALF, n2.to(x.dtype.element_ty), mask=live)
+    else:
+        # Pairs that do not turn get cos 1 and sin 0, which is exact.
+        position = tl.load(positions + token, mask=live, other=0).to(tl.int64)
+        table = cos_sin + position * cos_sin_stride + columns
+        turns = live & (columns < PAIRS)
+        cos = tl.load(table, mask=turns, other=1.0).to(tl.float32)
+        sin = tl.load(table + HALF, mask=turns, other=0.0).to(tl.float32)
+        y1 = rounded(n1 * tl.load(weight + columns).to(tl.float32), x)
+        y2 = rounded(n2 * tl.load(weight + HALF + columns).to(tl.float32), x)
+        tl.store(target, (y1 * cos - y2 * sin).to(x.dtype.element_ty), mask=live)
+        tl.store(target + HALF, (y2 * cos + y1 * sin).to(x.dtype.element_ty), mask=live)
+    if unweighted is not None:
+        target = unweighted + token * unweighted_stride + head * HEAD_DIM + columns
+        tl.store(target, n1.to(x.dtype.element_ty), mask=live)
+        tl.store(target + HALF, n2.to(x.dtype.element_ty), mask=live)
+
+
 @triton.jit(do_not_specialize=["tokens"])
 def _kernel(
     qkv,  # [tokens, >= heads read * HEAD_DIM], row stride qkv_stride
@@ -141,95 +190,38 @@ def _kernel(
     SECTIONS: tl.constexpr,  # 0 Q only; 1 Q and K, with V from K; 2 Q, K and V
     PAIRS: tl.constexpr,
     ROWS: tl.constexpr,
-    HEADS: tl.constexpr,
     VECTOR: tl.constexpr,
-    STAGES: tl.constexpr,
 ):  # fmt: skip
-    # Grid: (tiles of ROWS tokens x groups of at most HEADS heads of one of Q, K, V; groups vary
-    # first,) or fewer programs that stride over them.
-    HALF: tl.constexpr = HEAD_DIM // 2
-    QUERY_GROUPS: tl.constexpr = (QUERY_HEADS + HEADS - 1) // HEADS
-    KV_GROUPS: tl.constexpr = (KV_HEADS + HEADS - 1) // HEADS
-    GROUPS: tl.constexpr = QUERY_GROUPS + SECTIONS * KV_GROUPS
-    ASYNC: tl.constexpr = STAGES if STAGES > 2 else 1
-    # Weights are loaded as whole tiles (from L1): a tile of one row would get a layout of its own
-    # and reach the other rows through shared memory.
-    columns = tl.broadcast_to(vector_range(0, HALF, VECTOR)[None, :], [ROWS, HALF])
-
-    for unit in tl.range(tl.program_id(0), tl.cdiv(tokens, ROWS) * GROUPS, tl.num_programs(0)):
-        # The interpreter's loop variables are Python ints, whose comparisons make no masks.
-        zero = tl.full([], 0, tl.int32)
-        row = tile_rows(unit // GROUPS, ROWS)[:, None]  # [ROWS, 1]
-        live = row < tokens
-        group = unit % GROUPS + zero
-        turns = columns < PAIRS
-        # Heads [start, end) of a row of qkv are this group's, `first` is where its section starts.
-        # Only scalars are chosen: a choice between pointers per row would cost the wide accesses.
-        first = 0
-        before = 0
-        end = QUERY_HEADS
-        weight, output, output_stride = q_weight, q_out, q_stride
-        if SECTIONS >= 1:
-            is_query = group < QUERY_GROUPS
-            first = tl.where(is_query, 0, QUERY_HEADS)
-            before = tl.where(is_query, 0, QUERY_GROUPS)
-            end = tl.where(is_query, QUERY_HEADS, QUERY_HEADS + KV_HEADS)
-            weight = tl.where(is_query, q_weight, k_weight)
-            output = tl.where(is_query, q_out, k_out)
-            output_stride = tl.where(is_query, q_stride, k_stride)
-        if SECTIONS == 2:
-            is_value = group >= QUERY_GROUPS + KV_GROUPS
-            first = tl.where(is_value, QUERY_HEADS + KV_HEADS, first)
-            before = tl.where(is_value, QUERY_GROUPS + KV_GROUPS, before)
-            end = tl.where(is_value, QUERY_HEADS + 2 * KV_HEADS, end)
-            output = tl.where(is_value, v_out, output)
-            output_stride = tl.where(is_value, v_stride, output_stride)
-            turns = turns & (group < QUERY_GROUPS + KV_GROUPS)
-        start = first + (group - before) * HEADS
-        end = tl.minimum(start + HEADS, end)
-
-        position = tl.load(positions + row, mask=live, other=0).to(tl.int64)
-        x = qkv + row * qkv_stride + columns  # [ROWS, HALF]
-        if STAGES == 2:
-            next1 = tl.load(x + start * HEAD_DIM, mask=live, other=0.0)
-            next2 = tl.load(x + start * HEAD_DIM + HALF, mask=live, other=0.0)
-        if SECTIONS == 2:
-            weighted = live & (group < QUERY_GROUPS + KV_GROUPS)
-            w1 = tl.load(weight + columns, mask=weighted, other=1.0).to(tl.float32)
-            w2 = tl.load(weight + HALF + columns, mask=weighted, other=1.0).to(tl.float32)
-        else:
-            w1 = tl.load(weight + columns).to(tl.float32)
-            w2 = tl.load(weight + HALF + columns).to(tl.float32)
-        # A pair that does not turn, and every pair of V, gets cos 1 and sin 0, which is exact.
-        table = cos_sin + position * cos_sin_stride + columns
-        cos = tl.load(table, mask=turns, other=1.0).to(tl.float32)
-        sin = tl.load(table + HALF, mask=turns, other=0.0).to(tl.float32)
-
-        for head in tl.range(start, end, num_stages=ASYNC):
-            if STAGES == 2:
-                x1 = next1.to(tl.float32)
-                x2 = next2.to(tl.float32)
-                more = live & (head + 1 + zero < end)
-                next1 = tl.load(x + (head + 1) * HEAD_DIM, mask=more, other=0.0)
-                next2 = tl.load(x + (head + 1) * HEAD_DIM + HALF, mask=more, other=0.0)
+    # Grid: (tiles of ROWS rows of Q, then of K, then of V,) or fewer programs that stride over them.
+    q_tiles = tl.cdiv(tokens * QUERY_HEADS, ROWS)
+    k_tiles = tl.cdiv(tokens * KV_HEADS, ROWS)
+    tiles = q_tiles + SECTIONS * k_tiles
+    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0)):
+        if tile < q_tiles:
+            _heads(
+                tile, tokens, qkv, positions, cos_sin, q_weight, q_out, None,
+                qkv_stride, cos_sin_stride, q_stride, 0, eps,
+                HEAD_DIM, 0, QUERY_HEADS, PAIRS, ROWS, VECTOR,
+            )  # fmt: skip
+        elif SECTIONS == 1:
+            _heads(
+                tile - q_tiles, tokens, qkv, positions, cos_sin, k_weight, k_out, v_out,
+                qkv_stride, cos_sin_stride, k_stride, v_stride, eps,
+                HEAD_DIM, QUERY_HEADS, KV_HEADS, PAIRS, ROWS, VECTOR,
+            )  # fmt: skip
+        elif SECTIONS == 2:
+            if tile < q_tiles + k_tiles:
+                _heads(
+                    tile - q_tiles, tokens, qkv, positions, cos_sin, k_weight, k_out, None,
+                    qkv_stride, cos_sin_stride, k_stride, 0, eps,
+                    HEAD_DIM, QUERY_HEADS, KV_HEADS, PAIRS, ROWS, VECTOR,
+                )  # fmt: skip
             else:
-                x1 = tl.load(x + head * HEAD_DIM, mask=live, other=0.0).to(tl.float32)
-                x2 = tl.load(x + head * HEAD_DIM + HALF, mask=live, other=0.0).to(tl.float32)
-            squares = tl.sum(x1 * x1 + x2 * x2, axis=1, keep_dims=True)
-            n1 = rms_normalised(x1, squares, HEAD_DIM, eps, qkv)
-            n2 = rms_normalised(x2, squares, HEAD_DIM, eps, qkv)
-            y1 = rounded(n1 * w1, qkv)
-            y2 = rounded(n2 * w2, qkv)
-            o1 = (y1 * cos - y2 * sin).to(qkv.dtype.element_ty)
-            o2 = (y2 * cos + y1 * sin).to(qkv.dtype.element_ty)
-            to = output + row * output_stride + (head - first) * HEAD_DIM + columns
-            tl.store(to, o1, mask=live)
-            tl.store(to + HALF, o2, mask=live)
-            if SECTIONS == 1:
-                to = v_out + row * v_stride + (head - QUERY_HEADS) * HEAD_DIM + columns
-                is_key = live & (head + zero >= QUERY_HEADS)
-                tl.store(to, n1.to(qkv.dtype.element_ty), mask=is_key)
-                tl.store(to + HALF, n2.to(qkv.dtype.element_ty), mask=is_key)
+                _heads(
+                    tile - q_tiles - k_tiles, tokens, qkv, positions, cos_sin, None, v_out, None,
+                    qkv_stride, cos_sin_stride, v_stride, 0, eps,
+                    HEAD_DIM, QUERY_HEADS + KV_HEADS, KV_HEADS, PAIRS, ROWS, VECTOR,
+                )  # fmt: skip
 
 
 def _wrong(name: str, found: object, wanted: object) -> ValueError:
@@ -279,6 +271,11 @@ def _check(inputs: QkvNormRopeInputs) -> None:
             raise _wrong(f"dtype of {name}", tensor.dtype, f"{inputs.qkv.dtype} as qkv")
 
 
+def tile_count(tokens: int, query_heads: int, kv_heads: int, kv: str, rows: int) -> int:
+    """Tiles of ``rows`` rows: those of Q, of K and of V are tiled apart."""
+    return -(-tokens * query_heads // rows) + SECTIONS[kv] * -(-tokens * kv_heads // rows)
+
+
 def calls(inputs: QkvNormRopeInputs, config: Config) -> list[KernelCall]:
     """The launch for these inputs; ValueError when the operands do not fit together."""
     _check(inputs)
@@ -287,7 +284,6 @@ def calls(inputs: QkvNormRopeInputs, config: Config) -> list[KernelCall]:
     heads = inputs.query_heads + sections * inputs.kv_heads
     if tokens * heads > MAX_TOKEN_HEADS:
         raise _wrong("tokens x heads", f"{tokens} x {heads}", f"at most {MAX_TOKEN_HEADS}")
-    groups = -(-inputs.query_heads // config.heads) + sections * -(-inputs.kv_heads // config.heads)
     args = {
         "qkv": inputs.qkv,
         "positions": inputs.positions,
@@ -310,11 +306,10 @@ def calls(inputs: QkvNormRopeInputs, config: Config) -> list[KernelCall]:
         "SECTIONS": sections,
         "PAIRS": inputs.rotary_pairs,
         "ROWS": config.rows,
-        "HEADS": config.heads,
         "VECTOR": config.vector,
-        "STAGES": config.stages,
     }
-    grid = tile_grid(-(-tokens // config.rows) * groups, config.programs_per_sm, inputs.qkv)
+    tiles = tile_count(tokens, inputs.query_heads, inputs.kv_heads, inputs.kv, config.rows)
+    grid = tile_grid(tiles, config.programs_per_sm, inputs.qkv)
     return [KernelCall(_kernel, grid, args, num_warps=config.num_warps)]
 
 
@@ -421,26 +416,19 @@ def problems(model: ModelShape, tokens: Sequence[int]) -> list[Problem]:
 
 
 def default(problem: Problem, device: DeviceInfo) -> Config:
-    """One 16-byte access a thread and half head, 4 warps, 4 heads; less where SMs would idle."""
-    half, rows = problem.head_dim // 2, next_power_of_2(problem.tokens)
-    values = problem.tokens * problem.heads * half
-    vector = 16 // DTYPES[problem.dtype].itemsize
-    warps = 4
-    while warps > 1 and (
-        values < device.sms * 32 * warps * vector or rows * half < 32 * warps * vector
-    ):
+    """One 16-byte access a thread and half head, 4 warps; smaller tiles where SMs would idle."""
+    half = problem.head_dim // 2
+    vector = min(16 // DTYPES[problem.dtype].itemsize, half)
+    warps, rows = 4, max(1, 4 * 32 * vector // half)
+    while rows > 1 and problem.tokens * problem.heads < rows * device.sms:
+        rows //= 2
+    while warps > 1 and rows * half < 32 * warps * vector:
         warps //= 2
-    rows = min(rows, max(1, 32 * warps * vector // half))
-    heads = 4
-    while heads > 1 and values < 4 * device.sms * heads * rows * half:
-        heads //= 2
     return Config(
         rows=rows,
-        heads=heads,
         vector=min(vector, max(1, rows * half // (32 * warps))),
         programs_per_sm=0,
         num_warps=warps,
-        stages=2,
     )
 
 

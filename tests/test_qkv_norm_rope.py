@@ -18,12 +18,8 @@ from kernel_templates.qkv_norm_rope import (
 )
 from search_spaces.qkv_norm_rope import SPACE
 
-pytestmark = pytest.mark.skip(
-    reason="qkv_norm_rope is unfinished: its kernel does not run in the interpreter yet"
-)
-
 CPU = torch.device("cpu")
-CONFIG = Config(rows=4, heads=4, vector=8, programs_per_sm=0, num_warps=4, stages=2)
+CONFIG = Config(rows=4, vector=8, programs_per_sm=0, num_warps=4)
 BOTH = pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 
 
@@ -87,7 +83,7 @@ def test_31b_sliding_in_place(tokens: int, dtype: str) -> None:
     inputs = in_place(dataclasses.replace(inputs, qkv=qkv))
     assert inputs.v_out is not None
     assert inputs.v_out.stride() == (16384 + 128, 1)
-    check(inputs, dataclasses.replace(CONFIG, rows=128, heads=16))
+    check(inputs, dataclasses.replace(CONFIG, rows=512))
     assert_pattern(qkv, 64)
 
 
@@ -124,14 +120,13 @@ def test_kv_shared_layer_touches_only_q(dtype: str) -> None:
     assert inputs.qkv[:, 8 * 256 :].isnan().all()
 
 
-@pytest.mark.parametrize("stages", [1, 2, 3])
-@pytest.mark.parametrize("heads", [1, 2, 3, 8])
+@pytest.mark.parametrize("rows", [1, 2, 8, 16])
 @pytest.mark.parametrize("programs_per_sm", [0, 2])
 @pytest.mark.parametrize("kv", ["separate", "k_eq_v", "none"])
-def test_every_grouping(kv: str, programs_per_sm: int, heads: int, stages: int) -> None:
-    # 5 and 3 heads leave ragged groups, 5 tokens a ragged tile.
+def test_every_tiling(kv: str, programs_per_sm: int, rows: int) -> None:
+    # 25 rows of Q and 15 of K: ragged tiles that span tokens.
     inputs = inputs_of(Problem(5, 5, 3, 32, kv, 4, dtype="float16"), pad=8)
-    check(in_place(inputs), Config(2, heads, 8, programs_per_sm, 1, stages))
+    check(in_place(inputs), Config(rows, 8, programs_per_sm, 1))
 
 
 #: Heads per tensor-parallel rank, K and V replicated where there are fewer than ranks.
