@@ -2,19 +2,23 @@
 
 The standard parser is lenient where a table must not be: it keeps the last of two equal keys,
 accepts NaN and Infinity, and forgets the lines of what it read.  :func:`parse` refuses the first
-two; :func:`locate` finds the line of a value afterwards, so that only a faulty file pays for it.
+two; :func:`positions` finds the lines of all values afterwards, so that only a faulty file pays for
+it.
 """
 
 from __future__ import annotations
 
+import bisect
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 #: Keys and indices that lead from the top of a document to one of its values.
 Where = tuple[str | int, ...]
+#: Line and column, both from 1.
+Position = tuple[int, int]
 
 _TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[{}\[\]:,]|[^\s{}\[\]:,"]+', re.DOTALL)
 _CONSTANTS = ("NaN", "Infinity", "-Infinity")
@@ -63,7 +67,8 @@ def parse(text: str) -> Any:
     try:
         return json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse)
     except json.JSONDecodeError as error:
-        raise JsonError(_syntax_message(text, error), error.lineno, error.colno) from error
+        message, offset = _syntax_fault(text, error)
+        raise JsonError(message, *_line_column(text)(offset)) from error
     except _Refused:
         raise _refusal(text) from None
     except RecursionError:
@@ -72,13 +77,18 @@ def parse(text: str) -> Any:
         raise JsonError(f"a number cannot be read: {error}") from error
 
 
-def locate(text: str, where: Sequence[str | int]) -> tuple[int, int]:
-    """Line and column (from 1) of a value in a valid JSON text, or of its nearest parent."""
-    wanted, best, offset = tuple(where), -1, 0
-    for path, start, _ in _values(text):
-        if len(path) > best and path == wanted[: len(path)]:
-            best, offset = len(path), start
-    return _line_column(text, offset)
+def positions(text: str) -> dict[Where, Position]:
+    """Where every value of a valid JSON text stands; a member stands where its key does."""
+    position = _line_column(text)
+    return {path: position(start) for path, start, _ in _values(text)}
+
+
+def locate(found: Mapping[Where, Position], where: Sequence[str | int]) -> Position:
+    """The position of a value among :func:`positions`, or of its nearest parent."""
+    path = tuple(where)
+    while path and path not in found:
+        path = path[:-1]
+    return found.get(path, (1, 1))
 
 
 def dotted(where: Sequence[str | int]) -> str:
@@ -114,35 +124,43 @@ def _refuse(_: str) -> Any:
     raise _Refused
 
 
-def _line_column(text: str, offset: int) -> tuple[int, int]:
-    return text.count("\n", 0, offset) + 1, offset - text.rfind("\n", 0, offset)
+def _line_column(text: str) -> Callable[[int], Position]:
+    """A function from offsets to positions."""
+    starts = [0, *(match.end() for match in re.finditer("\n", text))]
+
+    def position(offset: int) -> Position:
+        line = bisect.bisect_right(starts, offset)
+        return line, offset - starts[line - 1] + 1
+
+    return position
 
 
-def _syntax_message(text: str, error: json.JSONDecodeError) -> str:
-    """What is wrong, in the words of someone who edits a file by hand.
+def _syntax_fault(text: str, error: json.JSONDecodeError) -> tuple[str, int]:
+    """What is wrong and where, in the words of someone who edits a file by hand.
 
     Interpreters differ in wording and position for a trailing comma; the text itself does not.
     """
     before, rest = text[: error.pos].rstrip(), text[error.pos :].lstrip()
+    if rest[:1] == ",":  # Python 3.13 points at the comma, older ones behind it
+        before, rest = text[: error.pos] + ",", rest[1:].lstrip()
     if before.endswith(",") and rest[:1] in ("}", "]"):
-        return f"trailing comma before {rest[0]!r}"
-    if rest[:1] == "," and rest[1:].lstrip()[:1] in ("}", "]"):
-        return f"trailing comma before {rest[1:].lstrip()[0]!r}"
-    if not rest or error.msg.startswith("Unterminated string"):
-        return f"the file ends too early or is cut off ({error.msg})"
-    return error.msg
+        return f"trailing comma before {rest[0]!r}", len(before) - 1
+    if not text[error.pos :].strip() or error.msg.startswith("Unterminated string"):
+        return f"the file ends too early or is cut off ({error.msg})", error.pos
+    return error.msg, error.pos
 
 
 def _refusal(text: str) -> JsonError:
     """The first equal key or non-finite constant of an otherwise valid text."""
     seen: set[Where] = set()
+    position = _line_column(text)
     for path, start, token in _values(text):
         if token in _CONSTANTS:
             message = f"{dotted(path)} is {token}, wanted a finite number"
-            return JsonError(message, *_line_column(text, start))
+            return JsonError(message, *position(start))
         if path and isinstance(path[-1], str):
             if path in seen:
-                return JsonError(f"duplicate key {dotted(path)}", *_line_column(text, start))
+                return JsonError(f"duplicate key {dotted(path)}", *position(start))
             seen.add(path)
     return JsonError("duplicate key or non-finite number")
 
