@@ -20,17 +20,23 @@ Where = tuple[str | int, ...]
 #: Line and column, both from 1.
 Position = tuple[int, int]
 
-_TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[{}\[\]:,]|[^\s{}\[\]:,"]+', re.DOTALL)
+_TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|(?P<unclosed>".*)|[{}\[\]:,]|[^\s{}\[\]:,"]+', re.DOTALL)
 _CONSTANTS = ("NaN", "Infinity", "-Infinity")
 
 
 class JsonError(ValueError):
-    """A text that is not strict JSON; ``line`` and ``column`` count from 1, None if unknown."""
+    """A text that is not strict JSON; ``line`` and ``column`` count from 1, None if unknown.
 
-    def __init__(self, message: str, line: int | None = None, column: int | None = None) -> None:
+    ``key`` is the dotted path of the faulty value, or of the last one before the fault.
+    """
+
+    def __init__(
+        self, message: str, line: int | None = None, column: int | None = None, key: str = ""
+    ) -> None:
         super().__init__(message)
         self.line = line
         self.column = column
+        self.key = key
 
 
 class _Refused(Exception):
@@ -68,7 +74,9 @@ def parse(text: str) -> Any:
         return json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse)
     except json.JSONDecodeError as error:
         message, offset = _syntax_fault(text, error)
-        raise JsonError(message, *_line_column(text)(offset)) from error
+        paths = [path for path, _, _ in _values(text[: error.pos])]
+        key = dotted(paths[-1]) if paths else ""
+        raise JsonError(message, *_line_column(text)(offset), key) from error
     except _Refused:
         raise _refusal(text) from None
     except RecursionError:
@@ -156,23 +164,28 @@ def _refusal(text: str) -> JsonError:
     position = _line_column(text)
     for path, start, token in _values(text):
         if token in _CONSTANTS:
-            message = f"{dotted(path)} is {token}, wanted a finite number"
-            return JsonError(message, *position(start))
+            message = f"found {token}, wanted a finite number"
+            return JsonError(message, *position(start), dotted(path))
         if path and isinstance(path[-1], str):
             if path in seen:
-                return JsonError(f"duplicate key {dotted(path)}", *position(start))
+                return JsonError("duplicate key", *position(start), dotted(path))
             seen.add(path)
     return JsonError("duplicate key or non-finite number")
 
 
 def _values(text: str) -> Iterator[tuple[Where, int, str]]:
-    """(path, offset, first token) of every value; a member's offset is that of its key."""
+    """(path, offset, first token) of every value; a member's offset is that of its key.
+
+    The text is valid JSON or the beginning of such a text.
+    """
     path: list[str | int] = []
     objects: list[bool] = []  # per open bracket: True for an object
     key_at: int | None = None
     expect_key = False
     for match in _TOKEN.finditer(text):
         token, start = match.group(), match.start()
+        if expect_key and match.lastgroup == "unclosed":
+            return
         if token in ("}", "]"):
             objects.pop()
             path.pop()

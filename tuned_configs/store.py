@@ -54,8 +54,8 @@ def read_table(path: Path | str) -> Table:
 def read_table_and_text(path: Path | str) -> tuple[Table, str]:
     """:func:`read_table`, with the text for those who report lines of their own."""
     path = Path(path)
-    text = read_strict(path)[1]
-    return parse_table(path, text), text
+    value, text = read_strict(path)
+    return _table(path, value, text), text
 
 
 def read_strict(path: Path) -> tuple[Any, str]:
@@ -64,31 +64,23 @@ def read_strict(path: Path) -> tuple[Any, str]:
         text = read_text(path)
         return parse(text), text
     except JsonError as error:
-        raise TableError.of(path, [Fault(str(error), "", error.line, error.column)]) from error
+        fault = Fault(str(error), error.key, error.line, error.column)
+        raise TableError.of(path, [fault]) from error
     except OSError as error:
-        message = f"cannot be read: {error.strerror or error}"
-        raise TableError(path, message) from error
+        raise TableError(path, f"cannot be read: {error.strerror or error}") from error
 
 
-def parse_table(path: Path, text: str) -> Table:
-    """The table in a text; ``path`` is only for messages."""
-    try:
-        value = parse(text)
-    except JsonError as error:
-        raise TableError.of(path, [Fault(str(error), "", error.line, error.column)]) from error
+def _table(path: Path, value: Any, text: str) -> Table:
     if not isinstance(value, dict):
         fault = Fault(f"found {shown(value)}, wanted a JSON object", "", 1, 1)
         raise TableError.of(path, [fault])
     version = value.get("schema", SCHEMA_VERSION)
+    message = f"found {shown(version)}, wanted {SCHEMA_VERSION}"
     # Python takes true and 1.0 for 1.
-    if not isinstance(version, int) or isinstance(version, bool) or version < 1:
-        message = f"found {shown(version)}, wanted {SCHEMA_VERSION}"
-        raise TableError.of(path, [fault_at(positions(text), ("schema",), message)])
-    if version > SCHEMA_VERSION:
-        message = (
-            f"found version {version}, wanted {SCHEMA_VERSION}: "
-            "this table was made by a newer gemma-tune; update gemma-tune or tune again"
-        )
+    known = isinstance(version, int) and not isinstance(version, bool)
+    if known and version > SCHEMA_VERSION:
+        message += ": made by a newer gemma-tune; update gemma-tune or tune again"
+    if not known or version != SCHEMA_VERSION:
         raise TableError.of(path, [fault_at(positions(text), ("schema",), message)])
     try:
         return Table.model_validate(value)
@@ -132,7 +124,7 @@ def write_table(path: Path | str, table: Table) -> None:
     """
     path = Path(path)
     text = table_text(table)
-    parse_table(path, text)
+    _table(path, parse(text), text)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_file(path, text)
