@@ -24,21 +24,6 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from kernel_templates.base import DeviceInfo
-from tuned_configs.naming import folder_name
-
-__all__ = [
-    "DeviceError",
-    "ProbeResult",
-    "attached_gpus",
-    "driver_uuids",
-    "folder_name",
-    "from_data_file",
-    "known_gpus",
-    "matches",
-    "probe",
-    "same_model",
-    "visible_devices",
-]
 
 GPU_FACTS = Path(__file__).with_name("gpus.json")
 PROBE_COMMAND = (sys.executable, "-m", "tuner.device")
@@ -173,12 +158,14 @@ class ProbeResult:
     reason: str | None = None
 
 
-def probe(command: Sequence[str] = PROBE_COMMAND, seconds: float = PROBE_SECONDS) -> ProbeResult:
+def probe(command: Sequence[str] | None = None, seconds: float = PROBE_SECONDS) -> ProbeResult:
     """The attached GPUs, read in a child process; never raises for what is wrong with them.
 
     No driver, a broken CUDA, a crash, a hang of more than ``seconds`` or garbage on the child's
     output give no devices and a reason.  The child sees the caller's ``CUDA_VISIBLE_DEVICES``.
+    ``command`` replaces :data:`PROBE_COMMAND`.
     """
+    command = command or PROBE_COMMAND
     root = str(Path(__file__).resolve().parent.parent)
     path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
     # Files rather than pipes: a grandchild that keeps a pipe open would hang the reader.
@@ -189,7 +176,8 @@ def probe(command: Sequence[str] = PROBE_COMMAND, seconds: float = PROBE_SECONDS
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=err,
-                env={**os.environ, "PYTHONPATH": path},
+                # Safe path: a folder named `tuner` where the user stands is not this package.
+                env={**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"},
                 start_new_session=True,
             )
         except OSError as error:
