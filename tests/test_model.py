@@ -359,7 +359,8 @@ def test_presets_need_no_note() -> None:
         ({"num_kv_shared_layers": 35}, "num_kv_shared_layers' is 35, wanted fewer"),
         ({"enable_moe_block": True}, "num_experts' is missing, wanted an integer, because"),
         (
-            dict(enable_moe_block=True, num_experts=4, top_k_experts=8, moe_intermediate_size=8),
+            {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 8}
+            | {"moe_intermediate_size": 8},
             "top_k_experts' is 8, wanted 1 to num_experts = 4",
         ),
         (
