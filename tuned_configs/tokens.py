@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 
 #: A captured size nearer than this factor to a tuned count does not get one of its own.
@@ -31,13 +32,14 @@ def token_counts(
     decode = [count * (num_speculative_tokens + 1) for count in sequences]
     wanted = [*_powers_of_two(max_num_batched_tokens), max_num_batched_tokens, max_num_seqs]
     counts = sorted({count for count in [*wanted, *decode] if count <= max_num_batched_tokens})
-    captured = sorted(set(cudagraph_sizes))
-    for low, high in zip(counts, counts[1:], strict=False):
+    captured = set(cudagraph_sizes)
+    added = []
+    for low, high in itertools.pairwise(counts):
         between = [size for size in captured if size > low * NEAR and size * NEAR < high]
         if between:
-            # Nearest to the middle in log scale; of two equally near ones the larger.
-            counts = [*counts, min(between, key=lambda size: (max(size / low, high / size), -size))]
-    return tuple(sorted(counts))
+            # Nearest to the middle in log scale: its larger ratio to a neighbour is the smallest.
+            added.append(min((max(size / low, high / size), size) for size in between)[1])
+    return tuple(sorted([*counts, *added]))
 
 
 def vllm_capture_sizes(max_size: int = 512) -> tuple[int, ...]:

@@ -24,7 +24,7 @@ _REQUIRED = (*_BLOCKS, "GROUP_SIZE_M", "num_warps", "num_stages")
 _OPTIONAL = ("SPLIT_K", "waves_per_eu", "matrix_instr_nonkdim", "kpack")
 _WARPS = (1, 2, 4, 8, 16, 32)
 _COUNT = re.compile(r"[1-9][0-9]*")
-_LIKE_A_COUNT = re.compile(r"[\s\w+-]{0,3}\d[\d\s._]*")
+_LIKE_A_COUNT = re.compile(r"\s*[A-Za-z]?\s*[+-]?\d[\d\s._]*")
 
 Row = dict[str, int]
 
