@@ -13,7 +13,7 @@ heads * D].  Only the first ``rotary_pairs`` pairs (y_1[i], y_2[i]) rotate: the 
 sin 0 for the others, which are not read.
 
 Three kinds of layer.  ``separate``: Q, K and V.  ``k_eq_v``: V is the norm without weight of the
-same raw K, which is read once; V columns, if there are any, are not read.  ``none`` (KV shared with
+same raw K, which is read once; V columns, if there are any, are not read.  ``shared`` (KV shared with
 an earlier layer): Q only, K and V columns are neither read nor written.
 
 Roundings kept, as eager PyTorch in the same dtype has them: after each normalisation and after each
@@ -48,7 +48,7 @@ from .common import (
 )
 
 #: Parts of a row after Q that are read, by ``Problem.kv``.
-SECTIONS = {"none": 0, "k_eq_v": 1, "separate": 2}
+SECTIONS = {"shared": 0, "k_eq_v": 1, "separate": 2}
 
 #: Rows of the cos/sin cache that :func:`make_inputs` makes.
 MAX_POSITION = 4096
@@ -61,7 +61,7 @@ MAX_TOKEN_HEADS = 2**30
 class Problem:
     """What is given: ``query_heads`` and ``kv_heads`` heads of ``head_dim`` per token in ``dtype``.
 
-    ``kv`` is ``separate``, ``k_eq_v`` or ``none``; ``rotary_pairs`` of the ``head_dim / 2`` pairs
+    ``kv`` is ``separate``, ``k_eq_v`` or ``shared``; ``rotary_pairs`` of the ``head_dim / 2`` pairs
     rotate.
     """
 
@@ -100,7 +100,7 @@ class QkvNormRopeInputs(Inputs):
     ``qkv``: [tokens, at least the columns that are read]; ``positions``: [tokens] integers below
     the length of ``cos_sin`` [max position, D], which may be float32 beside any dtype; ``q_weight,
     k_weight``: [D]; ``q_out``: [tokens, query_heads * D]; ``k_out, v_out``: [tokens, kv_heads * D].
-    ``k_weight, k_out, v_out`` are None when ``kv`` is ``none``.
+    ``k_weight, k_out, v_out`` are None when ``kv`` is ``shared``.
     """
 
     qkv: torch.Tensor
@@ -334,7 +334,7 @@ def reference(inputs: QkvNormRopeInputs) -> dict[str, torch.Tensor]:
     query_heads, kv_heads = inputs.query_heads, inputs.kv_heads
     q = part(0, query_heads)
     results = {"q_out": rotated(rms_norm(q, inputs.q_weight, inputs.eps))}
-    if inputs.kv != "none":
+    if inputs.kv != "shared":
         k = part(query_heads, kv_heads)
         v = k if inputs.kv == "k_eq_v" else part(query_heads + kv_heads, kv_heads)
         results["k_out"] = rotated(rms_norm(k, inputs.k_weight, inputs.eps))
@@ -368,7 +368,7 @@ def make_inputs(
     dtype, draw = DTYPES[problem.dtype], generator(seed, device)
     tokens, head_dim = problem.tokens, problem.head_dim
     q_columns, kv_columns = problem.query_heads * head_dim, problem.kv_heads * head_dim
-    has_kv = problem.kv != "none"
+    has_kv = problem.kv != "shared"
     width = q_columns + kv_columns * (1 if problem.kv == "k_eq_v" else 2)
 
     def weight() -> torch.Tensor:
@@ -382,8 +382,11 @@ def make_inputs(
     else:
         positions = torch.randint(MAX_POSITION, (tokens,), generator=draw, device=device)
     theta = 1e4 if problem.rotary_pairs == head_dim // 2 else 1e6
-    cache = rope_cache(head_dim, problem.rotary_pairs, theta, MAX_POSITION, dtype, device)
-    cos_sin = empty_rows(MAX_POSITION, head_dim, dtype, device, pad).copy_(cache)
+    cos_sin = empty_rows(MAX_POSITION, head_dim, dtype, device, pad)
+    if device.type != "meta":
+        cos_sin.copy_(
+            rope_cache(head_dim, problem.rotary_pairs, theta, MAX_POSITION, dtype, device)
+        )
     return QkvNormRopeInputs(
         qkv=randn_rows(tokens, width, dtype, device, draw, pad, 2.0),
         positions=positions,
@@ -407,7 +410,7 @@ def problems(model: ModelShape, tokens: Sequence[int]) -> list[Problem]:
             layer.query_heads,
             layer.kv_heads,
             layer.head_dim,
-            "none" if layer.kv_shared else "k_eq_v" if layer.k_eq_v else "separate",
+            "shared" if layer.kv_shared else "k_eq_v" if layer.k_eq_v else "separate",
             layer.rotary_pairs,
         )
         for layer in model.layers
@@ -438,11 +441,11 @@ def cost(problem: Problem) -> Cost:
     About 4 FLOP a value for norm and weight, 3 for the rotation.
     """
     size = DTYPES[problem.dtype].itemsize
-    roped = problem.query_heads + (problem.kv_heads if problem.kv != "none" else 0)
-    written = roped + (problem.kv_heads if problem.kv != "none" else 0)
+    roped = problem.query_heads + (problem.kv_heads if problem.kv != "shared" else 0)
+    written = roped + (problem.kv_heads if problem.kv != "shared" else 0)
     values = (problem.heads + written) * problem.head_dim
     per_token = size * (values + 2 * problem.rotary_pairs) + torch.int64.itemsize
-    weights = size * problem.head_dim * (2 if problem.kv != "none" else 1)
+    weights = size * problem.head_dim * (2 if problem.kv != "shared" else 1)
     return Cost(
         bytes=problem.tokens * per_token + weights,
         flops=problem.tokens * (4 * written * problem.head_dim + 6 * roped * problem.rotary_pairs),
@@ -454,7 +457,7 @@ def describe(problem: Problem) -> str:
     kv = {
         "separate": f" + {problem.kv_heads} K + {problem.kv_heads} V",
         "k_eq_v": f" + {problem.kv_heads} K=V",
-        "none": " only",
+        "shared": " only",
     }[problem.kv]
     partial = problem.rotary_pairs != problem.head_dim // 2
     pairs = f", {problem.rotary_pairs} pairs rotate" if partial else ""

@@ -34,7 +34,7 @@ def in_place(inputs: QkvNormRopeInputs) -> QkvNormRopeInputs:
     """The same operands, each output a view of its own columns of ``qkv`` where it has some."""
     head_dim = inputs.q_weight.shape[0]
     q, kv = inputs.query_heads * head_dim, inputs.kv_heads * head_dim
-    has_k, has_v = inputs.kv != "none", inputs.kv == "separate"
+    has_k, has_v = inputs.kv != "shared", inputs.kv == "separate"
     return dataclasses.replace(
         inputs,
         q_out=inputs.qkv[:, :q],
@@ -112,7 +112,7 @@ def test_k_eq_v_ignores_the_v_slot(dtype: str) -> None:
 
 @BOTH
 def test_kv_shared_layer_touches_only_q(dtype: str) -> None:
-    inputs = inputs_of(Problem(5, 8, 1, 256, "none", 128, dtype=dtype))
+    inputs = inputs_of(Problem(5, 8, 1, 256, "shared", 128, dtype=dtype))
     assert inputs.qkv.shape == (5, 10 * 256)
     assert set(inputs.outputs()) == {"q_out"}
     inputs.qkv[:, 8 * 256 :] = torch.nan
@@ -122,7 +122,7 @@ def test_kv_shared_layer_touches_only_q(dtype: str) -> None:
 
 @pytest.mark.parametrize("rows", [1, 2, 8, 16])
 @pytest.mark.parametrize("programs_per_sm", [0, 2])
-@pytest.mark.parametrize("kv", ["separate", "k_eq_v", "none"])
+@pytest.mark.parametrize("kv", ["separate", "k_eq_v", "shared"])
 def test_every_tiling(kv: str, programs_per_sm: int, rows: int) -> None:
     # 25 rows of Q and 15 of K: ragged tiles that span tokens.
     inputs = inputs_of(Problem(5, 5, 3, 32, kv, 4, dtype="float16"), pad=8)
@@ -136,7 +136,7 @@ RANKS = [
     pytest.param(Problem(3, 8, 1, 512, "k_eq_v", 64), id="12B full, TP 2"),
     pytest.param(Problem(3, 2, 1, 256), id="12B sliding, TP 8"),
     pytest.param(Problem(3, 4, 1, 512, "separate", 64), id="E2B full, TP 2"),
-    pytest.param(Problem(3, 1, 1, 256, "none"), id="E2B KV shared, TP 8"),
+    pytest.param(Problem(3, 1, 1, 256, "shared"), id="E2B KV shared, TP 8"),
 ]
 
 
@@ -232,7 +232,7 @@ def test_operands_that_do_not_fit(change: dict[str, object], message: str) -> No
 
 
 def test_too_many_heads_for_the_row_index() -> None:
-    problem = Problem(2**28, 4, 1, 32, "none", 16, dtype="float16")
+    problem = Problem(2**28, 4, 1, 32, "shared", 16, dtype="float16")
     meta = torch.device("meta")
     assert len(TEMPLATE.calls(TEMPLATE.make_inputs(problem, 0, meta, 0), CONFIG)) == 1
     more = dataclasses.replace(problem, tokens=2**28 + 1)
@@ -262,7 +262,7 @@ def test_cost_counts_each_value_once() -> None:
     # 18 heads in, 20 out, cos and sin of 64 pairs.
     k_eq_v = Problem(7, 16, 2, 512, "k_eq_v", 64)
     assert TEMPLATE.cost(k_eq_v).bytes == 7 * (38 * 1024 + 256 + 8) + 2048
-    assert TEMPLATE.cost(Problem(7, 8, 1, 256, "none")).bytes == 7 * (16 * 512 + 512 + 8) + 512
+    assert TEMPLATE.cost(Problem(7, 8, 1, 256, "shared")).bytes == 7 * (16 * 512 + 512 + 8) + 512
 
 
 GPUS = [
@@ -276,7 +276,7 @@ GPUS = [
 @pytest.mark.parametrize("tokens", [1, 2, 3, 7, 16, 33, 256, 8192, 65536])
 def test_default_is_in_the_space(tokens: int, device: DeviceInfo) -> None:
     for heads in ((8, 1), (8, 2), (32, 16), (4, 1), (1, 1), (32, 4)):
-        for kind in ((256, "separate", 128), (512, "k_eq_v", 64), (512, "none", 64)):
+        for kind in ((256, "separate", 128), (512, "k_eq_v", 64), (512, "shared", 64)):
             for dtype in ("bfloat16", "float32"):
                 problem = Problem(tokens, *heads, *kind, dtype=dtype)
                 config = TEMPLATE.default(problem, device)

@@ -162,10 +162,12 @@ def probe(command: Sequence[str] | None = None, seconds: float = PROBE_SECONDS) 
     """The attached GPUs, read in a child process; never raises for what is wrong with them.
 
     No driver, a broken CUDA, a crash, a hang of more than ``seconds`` or garbage on the child's
-    output give no devices and a reason.  The child sees the caller's ``CUDA_VISIBLE_DEVICES``.
-    ``command`` replaces :data:`PROBE_COMMAND`.
+    output give no devices and a reason, and so does a ``CUDA_VISIBLE_DEVICES`` that
+    :func:`visible_devices` refuses.  ``command`` replaces :data:`PROBE_COMMAND`.
     """
     command = command or PROBE_COMMAND
+    if refusal := _refused_selection(seconds):
+        return ProbeResult(reason=refusal)
     root = str(Path(__file__).resolve().parent.parent)
     path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
     # Files rather than pipes: a grandchild that keeps a pipe open would hang the reader.
@@ -282,6 +284,18 @@ def _driver_version() -> str | None:
     except Exception:  # whatever a missing or mismatched NVML raises, the GPU still works
         text = _nvidia_smi(["--query-gpu=driver_version", "--format=csv,noheader"], 20.0)
         return text.splitlines()[0].strip() if text and text.strip() else None
+
+
+def _refused_selection(seconds: float) -> str | None:
+    """What is wrong with the caller's ``CUDA_VISIBLE_DEVICES``; None where nobody can tell."""
+    value = os.environ.get("CUDA_VISIBLE_DEVICES")
+    uuids = [] if value is None else driver_uuids(seconds)
+    try:
+        if uuids:
+            visible_devices(value, uuids)
+    except DeviceError as error:
+        return str(error)
+    return None
 
 
 def _nvidia_smi(arguments: Sequence[str], seconds: float) -> str | None:

@@ -22,7 +22,7 @@ from typing import Any
 import optuna
 from optuna.distributions import CategoricalDistribution
 from optuna.storages import BaseStorage, JournalStorage, RDBStorage
-from optuna.storages.journal import BaseJournalFileLock, JournalFileBackend
+from optuna.storages.journal import JournalFileBackend
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from kernel_templates.base import DeviceInfo, record_to_dict
@@ -36,8 +36,11 @@ LISTED = 200_000
 PENALTY = 4.0
 
 
-class FlockLock(BaseJournalFileLock):
-    """Journal lock that the operating system releases when its holder dies, however it dies."""
+class FlockLock:
+    """Journal lock that the operating system releases when its holder dies, however it dies.
+
+    Has the methods that Optuna's journal asks of a lock (their base class is not public).
+    """
 
     def __init__(self, path: str) -> None:
         self._path = path + ".lock"
@@ -205,6 +208,11 @@ class ProblemSearch:
     def done(self) -> bool:
         """Whether the budget is spent or nothing is left to try."""
         return len(self.outcomes) >= self.budget or (not self._queue and not self._unseen)
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether every candidate of the space was tried."""
+        return self.exhaustive and not self._unseen
 
     # Ask and tell
 

@@ -12,6 +12,7 @@ import dataclasses
 import enum
 import functools
 import platform
+import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -41,13 +42,19 @@ class Status(str, enum.Enum):
 
 @dataclass(frozen=True)
 class Outcome:
-    """One candidate's end: ``time_us`` is its median time (measured or predicted) when it is OK."""
+    """One candidate's end.
+
+    ``time_us`` is its median time (measured or predicted) when it is OK; ``error_ratio`` its
+    largest error in units of PyTorch's own in the same dtype, ``max_error`` the largest absolute
+    error.
+    """
 
     config: Any
     status: Status
     reason: str = ""
     time_us: float | None = None
     spread_us: float | None = None
+    error_ratio: float | None = None
     max_error: float | None = None
     resources: Mapping[str, int] = field(default_factory=dict)
 
@@ -121,14 +128,17 @@ class Bench:
         self.sets: list[Any] = []
 
     def versions(self) -> dict[str, str]:
-        """Versions of what makes and runs the binaries."""
+        """Versions of what makes and runs the binaries; ``uuid`` of the GPU where there is one."""
         import triton
 
-        return {
+        found = {
             "torch": str(torch.__version__),
             "triton": triton.__version__,
             "python": platform.python_version(),
         }
+        if self.device.type == "cuda":
+            found["uuid"] = str(getattr(torch.cuda.get_device_properties(self.device), "uuid", ""))
+        return found
 
     def prepare(self, module: str, problem: Mapping[str, Any], seed: int) -> dict[str, Any]:
         """Build the inputs and references of a problem; returns what was built.
@@ -190,7 +200,7 @@ class Bench:
         assert self.template is not None
         candidate = record_from_dict(self.template.config, config)
         try:
-            error = self._check(candidate)
+            ratio, error = self._check(candidate)
             times = self.clock.measure(self._launches(candidate), samples)
         except WrongResultError as wrong:
             outcome = Outcome(None, Status.WRONG, str(wrong))
@@ -198,11 +208,11 @@ class Bench:
             outcome = Outcome(None, *self._classify(failure))
         else:
             timing = Timing.of(times)
-            outcome = Outcome(None, Status.OK, "", timing.median, timing.spread, max_error=error)
+            outcome = Outcome(None, Status.OK, "", timing.median, timing.spread, ratio, error)
         return outcome.to_dict()
 
-    def check(self, config: Mapping[str, Any]) -> float:
-        """Largest ratio of a candidate's error to PyTorch's own; raises WrongResultError."""
+    def check(self, config: Mapping[str, Any]) -> tuple[float, float]:
+        """(largest error over PyTorch's own, largest error); raises WrongResultError."""
         assert self.template is not None
         return self._check(record_from_dict(self.template.config, config))
 
@@ -239,9 +249,9 @@ class Bench:
         assert self.template is not None
         return [functools.partial(self.template.launch, inputs, config) for inputs in self.sets]
 
-    def _check(self, config: Any) -> float:
+    def _check(self, config: Any) -> tuple[float, float]:
         assert self.template is not None
-        worst = 0.0
+        ratio = error = 0.0
         for case in self.cases:
             poison(case.inputs)
             self.template.launch(case.inputs, config)
@@ -252,8 +262,9 @@ class Bench:
                 raise WrongResultError(f"{case.name}: {verdict.reason}")
             if not gaps_untouched(case.inputs):
                 raise WrongResultError(f"{case.name}: wrote between the rows of an output")
-            worst = max(worst, verdict.worst_ratio)
-        return worst
+            ratio = max(ratio, verdict.worst_ratio)
+            error = max(error, verdict.max_error)
+        return ratio, error
 
     def _classify(self, failure: Exception) -> tuple[Status, str]:
         """Status and reason of an exception; ends the process when the context is poisoned."""
@@ -296,8 +307,14 @@ def compile_stock(
     for tensor in (*example.operands().values(), *rows.values()):
         if tensor.dim() and tensor.shape[0] == tokens:
             torch._dynamo.mark_dynamic(tensor, 0)
+    # A code object of its own: without guards, dynamo would take the graph of another problem kind
+    # of the same template for this one.
+    own = types.FunctionType(
+        template.reference.__code__.replace(co_name=f"stock_{template.name}"),
+        template.reference.__globals__,
+    )
     compiled: Callable[[Any], Any] = torch.compile(
-        template.reference,
+        own,
         fullgraph=True,
         options={"guard_filter_fn": lambda guards: [False for _ in guards]},
     )

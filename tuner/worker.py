@@ -77,6 +77,11 @@ class Worker:
         """Process id of the running child, None before the first request and after a death."""
         return self._process.pid if self._process else None
 
+    @property
+    def alive(self) -> bool:
+        """Whether a child runs now."""
+        return self._process is not None and self._process.poll() is None
+
     def call(self, method: str, *args: Any, timeout: float, **kwargs: Any) -> Any:
         """Run ``handler.method(*args, **kwargs)`` in the child and return its value.
 
@@ -84,7 +89,7 @@ class Worker:
         ended, :class:`RemoteError` when the method raised.  After the first two the next call
         starts a fresh child.
         """
-        if self._process is None or self._process.poll() is not None:
+        if not self.alive:
             self.close()
             self._start()
         return self._request((method, args, kwargs), timeout, method)

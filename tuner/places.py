@@ -1,0 +1,89 @@
+"""Where tables and records lie, and what the nearest GPU's tables suggest."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import tuned_configs
+from kernel_templates.base import DeviceInfo
+from tuned_configs.faults import TableError
+from tuned_configs.schema import Entry
+from tuned_configs.store import read_table
+
+from .device import known_gpus
+from .run import Job, seeds_from_entries
+
+#: Where a tuning run keeps its record of trials, beside what the user is working on.
+STATE_FOLDER = Path(".gemma-tune")
+
+
+def shipped_root() -> Path:
+    """The tables that come with the package."""
+    return Path(tuned_configs.__file__).parent
+
+
+def user_root() -> Path:
+    """The user's own tables: ``GEMMA_TUNE_CONFIGS``, else the user's data folder."""
+    if configured := os.environ.get("GEMMA_TUNE_CONFIGS"):
+        return Path(configured).expanduser()
+    data = os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share"
+    return Path(data) / "gemma-tune" / "tuned_configs"
+
+
+def roots() -> list[Path]:
+    """Where tables are looked for, the preferred last."""
+    return [shipped_root(), user_root()]
+
+
+def tables(searched: list[Path]) -> Iterator[Path]:
+    """Every table file under the roots."""
+    for root in searched:
+        yield from sorted(path for path in root.glob("*/*.json") if not path.name.startswith("."))
+
+
+def devices_with_tables(searched: list[Path]) -> dict[str, list[Path]]:
+    """Table files by the driver's name of their GPU; broken ones under their folder's name."""
+    found: dict[str, list[Path]] = {}
+    for path in tables(searched):
+        try:
+            name = read_table(path).device
+        except TableError:
+            name = path.parent.name
+        found.setdefault(name, []).append(path)
+    return found
+
+
+def nearest_seeds(device: DeviceInfo) -> Callable[[Job], Iterator[Any]]:
+    """Configs of the tables at hand, of this GPU first and then by likeness of the numbers.
+
+    Distance is in the logarithm of bandwidth, multiprocessors and L2; measured before predicted.
+    """
+    known = {gpu.name: gpu for gpu in known_gpus()}
+    ranked: list[tuple[float, Path]] = []
+    for path in tables(roots()):
+        try:
+            table = read_table(path)
+        except TableError:
+            continue
+        other = device if table.device == device.name else known.get(table.device)
+        if other is not None:
+            predicted = any(run.provenance == "predicted" for run in table.runs.values())
+            ranked.append((_distance(device, other) + 0.1 * predicted, path))
+    entries: dict[str, list[Entry]] = {}
+    for _, path in sorted(ranked):
+        table = read_table(path)
+        entries.setdefault(table.template, []).extend(table.entries)
+    return seeds_from_entries(entries)
+
+
+def _distance(one: DeviceInfo, other: DeviceInfo) -> float:
+    pairs = (
+        (one.bandwidth, other.bandwidth),
+        (one.sms, other.sms),
+        (one.l2_bytes, other.l2_bytes),
+    )
+    return math.sqrt(sum(math.log(a / b) ** 2 for a, b in pairs))
