@@ -277,9 +277,9 @@ def test_probe_ignores_a_folder_named_like_this_package(
 
 
 def test_child_keeps_the_callers_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     code = "import json, os; print(json.dumps({'reason': os.environ['CUDA_VISIBLE_DEVICES']}))"
-    assert dev.probe(child(code)).reason == "3"
+    assert dev.probe(child(code)).reason == "0"
 
 
 def test_one_model_per_run() -> None:
@@ -359,18 +359,45 @@ GPU 1: NVIDIA A100-SXM4-80GB (UUID: {UUIDS[1]})
 """
 
 
-def test_driver_uuids(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A stand-in for the driver's tool, first on the path."""
     tool = tmp_path / "nvidia-smi"
     tool.write_text(f"#!/bin/sh\ncat <<'END'\n{LISTING}END\n")
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    return tool
+
+
+def test_driver_uuids(nvidia_smi: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert dev.driver_uuids() == UUIDS[:3]
-    tool.write_text("#!/bin/sh\necho 'NVIDIA-SMI has failed'; exit 9\n")
+    nvidia_smi.write_text("#!/bin/sh\necho 'NVIDIA-SMI has failed'; exit 9\n")
     assert dev.driver_uuids() == []
-    tool.write_text("#!/bin/sh\nexec sleep 30\n")
+    nvidia_smi.write_text("#!/bin/sh\nexec sleep 30\n")
     assert dev.driver_uuids(seconds=0.3) == []
     monkeypatch.setenv("PATH", "/nowhere")
     assert dev.driver_uuids() == []
+
+
+@pytest.mark.usefixtures("nvidia_smi")
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        ("", "CUDA_VISIBLE_DEVICES is empty and hides every GPU"),
+        ("1,1", "named twice"),
+        ("2", "wanted an index below 2 or one of: GPU-aaaa0000"),
+        (UUIDS[5], "is no device here"),
+        ("1,0", "asked"),
+        (UUIDS[2], "asked"),
+    ],
+)
+def test_probe_refuses_a_wrong_selection(
+    value: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", value)
+    result = dev.probe(child('print(\'{"reason": "asked"}\')'))
+    assert result.devices == ()
+    assert reason in (result.reason or "")
 
 
 def test_importing_starts_no_cuda() -> None:
