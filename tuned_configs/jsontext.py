@@ -74,9 +74,9 @@ def parse(text: str) -> Any:
         return json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse)
     except json.JSONDecodeError as error:
         message, offset = _syntax_fault(text, error)
-        paths = [path for path, _, _ in _values(text[: error.pos])]
-        key = dotted(paths[-1]) if paths else ""
-        raise JsonError(message, *_line_column(text)(offset), key) from error
+        # With a value at its end, the text up to the fault also tells a key without a value.
+        *_, (where, _, _) = _values(f"{text[:offset]} 0")
+        raise JsonError(message, *_line_column(text)(offset), dotted(where)) from error
     except _Refused:
         raise _refusal(text) from None
     except RecursionError:
