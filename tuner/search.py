@@ -3,8 +3,8 @@
 Sampling runs in an in-memory study; every finished candidate is appended to a durable one (a local
 journal by default, any Optuna storage URL otherwise) in a single write.  So asking is fast, a kill
 loses at most the candidates in flight, and several tuners on one storage learn from each other's
-finished trials.  TPE learns nothing from failed trials, hence failures enter as completed trials
-with a violated constraint and a finite penalty.
+finished trials.  TPE learns nothing from trials in state FAIL, hence failures enter as completed
+trials with a finite penalty.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import optuna
-from optuna.distributions import CategoricalDistribution
+from optuna.distributions import BaseDistribution, CategoricalDistribution, IntDistribution
 from optuna.storages import BaseStorage, JournalStorage, RDBStorage
 from optuna.storages.journal import JournalFileBackend
 from optuna.trial import FrozenTrial, TrialState, create_trial
@@ -150,6 +150,7 @@ class ProblemSearch:
         self._distributions = {
             field: CategoricalDistribution(values) for field, values in self.choices.items()
         }
+        self._sampled = {field: _ordered(values) for field, values in self.choices.items()}
         self._sampling: optuna.Study | None = None if self.exhaustive else self._sampler(seed)
         self.sync()
         self.reused = len(self.outcomes)
@@ -170,13 +171,6 @@ class ProblemSearch:
                 multivariate=True,
                 n_startup_trials=max(8, self.budget // 4),
                 constant_liar=True,
-                constraints_func=lambda trial: (trial.user_attrs.get("violation", 0.0),),
-                # Choices are ordered: neighbours in a list are neighbours in effect.
-                categorical_distance_func={
-                    name: _index_distance(values)
-                    for name, values in self.choices.items()
-                    if len(values) > 1
-                },
             )
             return optuna.create_study(sampler=sampler)
 
@@ -232,8 +226,8 @@ class ProblemSearch:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 for _ in range(24):
-                    trial = self._sampling.ask(self._distributions)
-                    config = self.space.kernel.config(**trial.params)
+                    trial = self._sampling.ask(self._sampled)
+                    config = self._config_of(trial.params)
                     if not self._is_new(config):
                         known = self.outcomes.get(config)
                         self._tell_sampler(trial, known)
@@ -247,6 +241,26 @@ class ProblemSearch:
             return None
         # TPE keeps proposing what is known or cannot run: take an untried one at random.
         return self._take(self._random.choice(list(self._unseen)), None)
+
+    def _config_of(self, params: Mapping[str, Any]) -> Any:
+        """The config that the sampler means by its parameters."""
+        return self.space.kernel.config(
+            **{
+                name: self.choices[name][value]
+                if isinstance(self._sampled[name], IntDistribution)
+                else value
+                for name, value in params.items()
+            }
+        )
+
+    def _params_of(self, config: Any) -> dict[str, Any]:
+        """The inverse of :meth:`_config_of`."""
+        return {
+            name: values.index(getattr(config, name))
+            if isinstance(self._sampled[name], IntDistribution)
+            else getattr(config, name)
+            for name, values in self.choices.items()
+        }
 
     def _is_new(self, config: Any) -> bool:
         return config not in self.outcomes and config not in self._asked
@@ -285,10 +299,9 @@ class ProblemSearch:
             else:
                 self._sampling.add_trial(
                     create_trial(
-                        params=record_to_dict(outcome.config),
-                        distributions=dict(self._distributions),
+                        params=self._params_of(outcome.config),
+                        distributions=dict(self._sampled),
                         value=outcome.time_us or self._penalty(),
-                        user_attrs={"violation": _violation(outcome)},
                     )
                 )
 
@@ -298,7 +311,6 @@ class ProblemSearch:
             # In flight: the sampler must not wait for it.
             self._sampling.tell(trial, state=TrialState.PRUNED)
             return
-        trial.set_user_attr("violation", _violation(outcome))
         self._sampling.tell(trial, outcome.time_us or self._penalty())
 
     def _penalty(self) -> float:
@@ -327,10 +339,8 @@ class ProblemSearch:
                 yield outcome.status.value, outcome.reason
 
 
-def _violation(outcome: Outcome) -> float:
-    return 0.0 if outcome.status is Status.OK else 1.0
-
-
-def _index_distance(values: Sequence[Any]) -> Any:
-    place = {value: index for index, value in enumerate(values)}
-    return lambda a, b: float(abs(place[a] - place[b]))
+def _ordered(values: Sequence[Any]) -> BaseDistribution:
+    """How a field is sampled: numbers by their index, since neighbours have like effects."""
+    if all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in values):
+        return IntDistribution(0, len(values) - 1)
+    return CategoricalDistribution(tuple(values))

@@ -99,6 +99,8 @@ class Worker:
         environment = {**os.environ, **{k: v for k, v in self.env.items() if v is not None}}
         for name in (name for name, value in self.env.items() if value is None):
             environment.pop(name, None)
+        # A folder named like one of our packages where the user works must not be imported.
+        environment["PYTHONSAFEPATH"] = "1"
         environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed in close()
         with child:
@@ -212,4 +214,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    # As the module that handlers import: this file run as a script has a Fatal of its own.
+    importlib.import_module("tuner.worker").main()

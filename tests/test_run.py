@@ -1,0 +1,279 @@
+"""The tuning run under injected faults: whatever candidates do, the run ends with a result."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from faulty_template import A100, TEMPLATE, Config, Problem, space
+
+from tuned_configs.schema import Entry
+from tuned_configs.store import read_table, table_path
+from tuner.evaluate import Limits, Measuring, Predicting
+from tuner.run import Job, Progress, Settings, Summary, Tuner
+from tuner.search import open_storage
+from tuner.trial import Outcome, Status
+
+#: On the host clock: no stock peer, which inductor would compile for half a minute.
+LIMITS = Limits(trial_seconds=6.0, finalists=2, rounds=3, stock=False)
+
+
+class Recorder:
+    """A reporter that keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.outcomes: list[Outcome] = []
+        self.said: list[str] = []
+        self.lost: list[str] = []
+        self.reused = 0
+
+    def begin(self, total: int, deadline: float | None) -> None: ...
+
+    def progress(self, state: Progress, outcome: Outcome | None) -> None:
+        if outcome is not None:
+            self.outcomes.append(outcome)
+
+    def decided(self, job: Job, entry: Entry, reused: bool, notes: Sequence[str]) -> None:
+        self.reused += reused
+
+    def undecided(self, job: Job, reason: str) -> None:
+        self.lost.append(reason)
+
+    def say(self, message: str) -> None:
+        self.said.append(message)
+
+
+def jobs(faults: Sequence[str], tokens: Sequence[int] = (4,), **options: Any) -> list[Job]:
+    return [Job(TEMPLATE, space(faults, **options), Problem(count), ("m",)) for count in tokens]
+
+
+def tune(
+    folder: Path, work: list[Job], evaluator: Any = None, trials: int = 64, **settings: Any
+) -> tuple[Summary, Recorder]:
+    evaluator = evaluator or Measuring({"device": "cpu"}, limits=LIMITS)
+    recorder = Recorder()
+    options = Settings(folder / "out", trials=trials, jobs=1, **settings)
+    try:
+        storage = open_storage(None, folder / "state")
+        return Tuner(A100, evaluator, storage, options, recorder).run(work), recorder
+    finally:
+        evaluator.close()
+
+
+def entries(folder: Path) -> list[Entry]:
+    return read_table(table_path(folder / "out", A100.name, "double")).entries
+
+
+def test_every_fault_ends_in_a_named_reason(tmp_path: Path) -> None:
+    # case 15: each kind of failure is skipped and counted, and the good result is chosen
+    faults = ("fine", "hang", "crash", "sticky", "resources", "raise", "static", "shared", "wrong")
+    summary, recorder = tune(tmp_path, jobs(faults, warps=(4,)))
+    by_fault = {outcome.config.fault: outcome for outcome in recorder.outcomes}
+    assert {fault: outcome.status for fault, outcome in by_fault.items()} == {
+        "fine": Status.OK,
+        "hang": Status.HUNG,
+        "crash": Status.CRASHED,
+        "sticky": Status.CRASHED,
+        "resources": Status.OUT_OF_RESOURCES,
+        "raise": Status.FAILED,
+        "static": Status.COMPILE_FAILED,
+        "shared": Status.OUT_OF_RESOURCES,
+        "wrong": Status.WRONG,
+    }
+    assert "no answer within 6 s" in by_fault["hang"].reason
+    assert "SIGSEGV" in by_fault["crash"].reason
+    assert "illegal memory access" in by_fault["sticky"].reason
+    assert "limit: 232448" in by_fault["resources"].reason
+    assert "PassManager::run failed" in by_fault["raise"].reason
+    # The binary itself was asked, and the device's limit is in the arithmetic.
+    assert by_fault["shared"].reason.endswith("of shared memory, limit 166912")
+    assert "wanted" in by_fault["wrong"].reason
+    assert sum(summary.rejected.values()) == 8
+    (entry,) = entries(tmp_path)
+    assert entry.config == {"fault": "fine", "num_warps": 4}
+    assert entry.verdict == "default"
+    assert sum(entry.rejected.values()) == 8
+    assert entry.time_us is not None
+    assert entry.max_error is not None
+
+
+def test_no_valid_candidate_writes_nothing(tmp_path: Path) -> None:
+    # case 16: the default is wrong as well
+    summary, recorder = tune(tmp_path, [Job(TEMPLATE, space(["wrong"]), Problem(4), ("m",))])
+    assert summary.decided == []
+    assert recorder.lost == ["no valid candidate (3 wrong result)"]
+    assert not (tmp_path / "out").exists()
+
+
+def test_crashes_in_a_row_end_one_problem_only(tmp_path: Path) -> None:
+    warps = (1, 2, 4, 8, 32, 64, 128)
+    work = [
+        Job(TEMPLATE, space(["sticky"], warps), Problem(4), ("m",)),
+        Job(TEMPLATE, space(["fine"], (4,)), Problem(8), ("m",)),
+    ]
+    summary, recorder = tune(tmp_path, work)
+    assert any("in a row crashed or hung" in message for message in recorder.said) or (
+        recorder.lost and "crashed" in recorder.lost[0]
+    )
+    assert [job.problem.tokens for job, _ in summary.decided] == [8]
+
+
+def test_infeasible_points_cost_nothing(tmp_path: Path) -> None:
+    summary, recorder = tune(tmp_path, jobs(["fine"], warps=(4, 16)))
+    assert [outcome.config.num_warps for outcome in recorder.outcomes] == [4]
+    assert summary.trials == 1
+
+
+def test_second_run_reuses_everything(tmp_path: Path) -> None:
+    first, _ = tune(tmp_path, jobs(["fine"], tokens=(8, 4)))
+    before = table_path(tmp_path / "out", A100.name, "double").read_text()
+    second, recorder = tune(tmp_path, jobs(["fine"], tokens=(8, 4)))
+    assert (first.trials, first.reused_problems) == (6, 0)
+    assert (second.trials, second.reused_problems, second.reused_trials) == (0, 2, 6)
+    assert recorder.reused == 2
+    assert table_path(tmp_path / "out", A100.name, "double").read_text() == before
+
+
+def test_more_trials_search_further(tmp_path: Path) -> None:
+    tune(tmp_path, jobs(["fine"]), trials=2)
+    summary, _ = tune(tmp_path, jobs(["fine"]), trials=3)
+    assert (summary.reused_problems, summary.reused_trials, summary.trials) == (0, 2, 1)
+
+
+def test_a_spent_budget_says_what_is_left(tmp_path: Path) -> None:
+    summary, _ = tune(tmp_path, jobs(["fine"], tokens=(8, 4)), seconds=1e-9)
+    assert (summary.left, summary.trials) == (2, 0)
+
+
+def test_predictions_are_marked_and_never_replace_measurements(tmp_path: Path) -> None:
+    tune(tmp_path, jobs(["fine"]))
+    measured = entries(tmp_path)
+    summary, _ = tune(tmp_path, jobs(["fine"], tokens=(4, 8)), Predicting(A100))
+    assert len(summary.decided) == 2
+    table = read_table(table_path(tmp_path / "out", A100.name, "double"))
+    kept, new = table.entries
+    assert kept == measured[0]
+    assert table.runs[new.run].provenance == "predicted"
+    assert table.runs[new.run].device.driver is None
+    assert new.time_us is None
+    assert new.predicted_us is not None
+
+
+TUNER = """
+import sys
+from pathlib import Path
+from test_run import jobs, tune
+summary, recorder = tune(Path(sys.argv[1]), jobs(["fine"], tokens=[int(t) for t in sys.argv[2:]]))
+print(summary.trials, summary.reused_trials, summary.reused_problems)
+"""
+
+
+def start(folder: Path, *tokens: int) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", TUNER, str(folder), *map(str, tokens)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def lines_of(journal: Path) -> int:
+    return journal.read_bytes().count(b"outcome") if journal.exists() else 0
+
+
+def test_kill_9_loses_at_most_the_trial_in_flight(tmp_path: Path) -> None:
+    tokens = (64, 32, 16, 8, 4, 2)
+    process = start(tmp_path, *tokens)
+    journal = tmp_path / "state" / "trials.journal"
+    deadline = time.monotonic() + 120
+    while lines_of(journal) < 5 and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL
+    recorded = lines_of(journal)
+    assert recorded >= 5
+    # What a kill in mid-write leaves behind.
+    with journal.open("ab") as file:
+        file.write(b'{"op_code": 4, "wor')
+    # Tables written before the kill are whole.
+    for path in (tmp_path / "out").rglob("*.json"):
+        read_table(path)
+    summary, _ = tune(tmp_path, jobs(["fine"], tokens=tokens))
+    assert summary.reused_trials == recorded
+    assert summary.trials == 18 - recorded
+    assert len(entries(tmp_path)) == 6
+
+
+def test_two_tuners_on_one_folder_lose_nothing(tmp_path: Path) -> None:
+    both = [start(tmp_path, 64, 32, 16), start(tmp_path, 3, 2, 1)]
+    for process in both:
+        output, errors = process.communicate(timeout=300)
+        assert process.returncode == 0, errors
+        assert output.split() == ["9", "0", "0"]
+    assert sorted(e.problem["tokens"] for e in entries(tmp_path)) == [1, 2, 3, 16, 32, 64]
+    summary, _ = tune(tmp_path, jobs(["fine"], tokens=(64, 32, 16, 3, 2, 1)))
+    assert (summary.trials, summary.reused_problems) == (0, 6)
+
+
+def test_a_broken_table_is_moved_aside(tmp_path: Path) -> None:
+    path = table_path(tmp_path / "out", A100.name, "double")
+    path.parent.mkdir(parents=True)
+    path.write_text('{"schema": 1, "entries": [')
+    _, recorder = tune(tmp_path, jobs(["fine"]))
+    assert len(entries(tmp_path)) == 1
+    (aside,) = path.parent.glob("*.broken-*")
+    assert aside.read_text() == '{"schema": 1, "entries": ['
+    assert any("moved aside" in message for message in recorder.said)
+
+
+def test_interrupted_tuner_leaves_no_worker(tmp_path: Path) -> None:
+    process = start(tmp_path, 64, 32, 16, 8)
+    journal = tmp_path / "state" / "trials.journal"
+    deadline = time.monotonic() + 120
+    while lines_of(journal) < 1 and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    children = descendants(process.pid)
+    assert children
+    process.kill()
+    process.communicate()
+    deadline = time.monotonic() + 20
+    while any(alive(child) for child in children) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not [child for child in children if alive(child)]
+
+
+def descendants(pid: int) -> list[int]:
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                fields = (entry / "stat").read_text().rpartition(")")[2].split()
+            except OSError:
+                continue
+            if int(fields[1]) == pid:
+                found += [int(entry.name), *descendants(int(entry.name))]
+    return found
+
+
+def alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
+
+
+def test_outcomes_round_trip() -> None:
+    outcome = Outcome(Config("fine", 4), Status.OK, "", 1.5, 0.1, 1.2, 0.01, {"registers": 8})
+    again = Outcome.from_dict(outcome.config, json.loads(json.dumps(outcome.to_dict())))
+    assert again == outcome
