@@ -180,6 +180,8 @@ def make_inputs(problem: Problem, seed: int, device: torch.device, pad: int = 0)
     tokens, width = problem.tokens, problem.width
     dtype, draw = DTYPES[problem.dtype], generator(seed, device)
     if problem.operand == "halves":
+        if problem.up_stride != 2 * width:
+            raise ValueError(f"up_stride is {problem.up_stride}, wanted {2 * width} for halves")
         both = randn_rows(tokens, 2 * width, dtype, device, draw, pad, 2.0)
         gate, up = both[:, :width], both[:, width:]
     elif problem.operand == "ple":
@@ -212,20 +214,26 @@ def problems(model: ModelShape, tokens: Sequence[int]) -> list[Problem]:
     return list(found)
 
 
+def tile_width(problem: Problem) -> int:
+    """The widest tile worth having: a power of two, and work for every lane of a warp."""
+    return max(128, next_power_of_2(problem.width))
+
+
 def default(problem: Problem, device: DeviceInfo) -> Config:
     """One 16-byte access per thread and operand; smaller tiles while they do not fill the GPU."""
-    block = min(1024, next_power_of_2(problem.width))
+    block = min(1024, tile_width(problem))
     rows = max(1, min(1024 // block, next_power_of_2(problem.tokens)))
     while rows > 1 and -(-problem.tokens // rows) * -(-problem.width // block) < 4 * device.sms:
         rows //= 2
     while block > 256 and -(-problem.tokens // rows) * -(-problem.width // block) < device.sms:
         block //= 2
+    warps = max(1, rows * block // 256)
     return Config(
         rows=rows,
         block=block,
-        vector=8,
+        vector=min(8, rows * block // (32 * warps)),
         programs_per_sm=0,
-        num_warps=max(1, rows * block // 256),
+        num_warps=warps,
         stages=1,
         evict_first=False,
         stream_stores=False,

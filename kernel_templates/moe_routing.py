@@ -15,9 +15,8 @@ The ids of a row are always distinct and in range, whatever the logits.  The wei
 NaN, with +infinity, or with nothing but -infinity are NaN, as its softmax is; no row changes
 another.
 
-The logits become integer keys whose order is that of the rule above, so the search compares
-integers only: float32 logits give 32-bit keys, and 16-bit logits leave room for the id in the same
-32 bits.
+The logits, float32 or exactly widened to it, become 32-bit integer keys whose order is that of the
+rule above, so the search compares integers only and finds the same ids on every device.
 """
 
 from __future__ import annotations
@@ -47,6 +46,8 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 KEY_NAN = tl.constexpr(0x7FFFFFFF)
 #: Key of padding and of experts already chosen: below -infinity.
 KEY_NONE = tl.constexpr(-0x80000000)
+#: The same for packed keys: no higher than padding's, whatever id stands in the low half.
+PACKED_NONE = tl.constexpr(-0x80000000 << 32)
 
 
 @dataclass(frozen=True)
@@ -66,9 +67,9 @@ class Config:
 
     ``rows`` per program.  ``method``: ``argmax`` finds one expert a round by two 32-bit reductions
     (best key, then lowest id that has it); ``packed`` by one reduction over keys that hold the id
-    (64-bit for float32 logits, 32-bit otherwise); ``topk`` sorts packed keys only as far as the
-    chosen ones need; ``sort`` sorts them all.  ``programs_per_sm`` 0 for one program per tile, else
-    a persistent grid.
+    in 64 bits; ``topk`` sorts such keys only as far as the chosen ones need; ``sort`` sorts them
+    all, as vLLM's own kernel does.  ``programs_per_sm`` 0 for one program per tile, else a
+    persistent grid.
     """
 
     rows: int
@@ -106,42 +107,9 @@ def _logits_of(keys):
 
 @triton.jit
 def _packed_keys(logits, expert, EXPERTS: tl.constexpr, BLOCK: tl.constexpr):
-    """Keys with the id in their low bits, lower ids above: int32 for 16-bit logits, else int64."""
-    keys = _keys(logits.to(tl.float32), expert, EXPERTS)
-    last = BLOCK - 1 - expert
-    if logits.dtype.primitive_bitwidth == 16:
-        # bfloat16 is the upper half of float32.  A float16's own 16 bits do not order with it, but
-        # they do among themselves.
-        if logits.dtype == tl.float16:
-            bits = tl.where(logits == 0.0, 0.0, logits).to(tl.float16)
-            bits = bits.to(tl.int16, bitcast=True).to(tl.int32)
-            half = bits ^ ((bits >> 15) & 0x7FFF)
-            half = tl.where(logits != logits, 0x7FFF, half)
-            packed = (half << 16) | last
-        else:
-            packed = (keys & -65536) | last
-        return tl.where(expert < EXPERTS, packed, KEY_NONE)
-    else:
-        return (keys.to(tl.int64) << 32) | last.to(tl.int64)
-
-
-@triton.jit
-def _unpacked(packed, like, BLOCK: tl.constexpr):
-    """(float32 logits, int32 ids) of packed keys; ``like`` is the pointer to the logits."""
-    if like.dtype.element_ty.primitive_bitwidth == 16:
-        expert = BLOCK - 1 - (packed & 0xFFFF)
-        if like.dtype.element_ty == tl.float16:
-            half = packed >> 16
-            bits = (half ^ ((half >> 15) & 0x7FFF)).to(tl.int16)
-            logits = bits.to(tl.float16, bitcast=True).to(tl.float32)
-        else:
-            # The lower half of a negative bfloat16's key is all ones before the id replaces it.
-            keys = (packed & -65536) | ((packed >> 31) & 0xFFFF)
-            logits = _logits_of(keys)
-    else:
-        expert = BLOCK - 1 - (packed & 0x7FFFFFFF).to(tl.int32)
-        logits = _logits_of((packed >> 32).to(tl.int32))
-    return logits, expert
+    """int64 keys [ROWS, BLOCK] with the id in their low half, lower ids above."""
+    keys = _keys(logits, expert, EXPERTS)
+    return (keys.to(tl.int64) << 32) | (BLOCK - 1 - expert).to(tl.int64)
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -165,10 +133,10 @@ def _routing_kernel(
     for tile in range(tl.program_id(0), tl.cdiv(tokens, ROWS), tl.num_programs(0)):
         row = tile_rows(tile, ROWS)[:, None]  # [ROWS, 1]
         mask = (row < tokens) & (expert < EXPERTS)  # [ROWS, BLOCK]
-        given = tl.load(logits + row * logits_stride + expert, mask=mask, other=0.0)
+        given = tl.load(logits + row * logits_stride + expert, mask=mask, other=0.0).to(tl.float32)
 
         if METHOD == "argmax":
-            keys = _keys(given.to(tl.float32), expert, EXPERTS)
+            keys = _keys(given, expert, EXPERTS)
             best_keys = tl.zeros([ROWS, SLOTS], tl.int32)
             chosen = tl.zeros([ROWS, SLOTS], tl.int32)
             for k in tl.static_range(TOP_K):
@@ -178,24 +146,21 @@ def _routing_kernel(
                 keys = tl.where(expert == first, KEY_NONE, keys)
                 best_keys = tl.where(slot == k, best, best_keys)
                 chosen = tl.where(slot == k, first, chosen)
-            top = _logits_of(best_keys)
         else:
             packed = _packed_keys(given, expert, EXPERTS, BLOCK)
             if METHOD == "packed":
-                # At most the key of the last padding column, which is below every expert's.
-                taken = tl.full([ROWS, 1], KEY_NONE, tl.int32).to(packed.dtype)
-                if packed.dtype == tl.int64:
-                    taken = taken << 32
-                best_packed = tl.zeros([ROWS, SLOTS], packed.dtype)
+                best_packed = tl.zeros([ROWS, SLOTS], tl.int64)
                 for k in tl.static_range(TOP_K):
                     best = tl.max(packed, axis=1, keep_dims=True)
-                    packed = tl.where(packed == best, taken, packed)
+                    packed = tl.where(packed == best, PACKED_NONE, packed)
                     best_packed = tl.where(slot == k, best, best_packed)
             elif METHOD == "topk":
                 best_packed = tl.topk(packed, SLOTS)
             else:
                 best_packed = tl.sort(packed, descending=True)
-            top, chosen = _unpacked(best_packed, logits, BLOCK)
+            best_keys = (best_packed >> 32).to(tl.int32)
+            chosen = BLOCK - 1 - (best_packed & 0x7FFFFFFF).to(tl.int32)
+        top = _logits_of(best_keys)
 
         used = (slot < TOP_K) & (row < tokens)  # [ROWS, SLOTS]
         # The first slot holds the largest logit.  NaN and infinities go through the same
@@ -257,15 +222,15 @@ def calls(inputs: MoeRoutingInputs, config: Config) -> list[KernelCall]:
 def reference(inputs: MoeRoutingInputs) -> dict[str, torch.Tensor]:
     """Plain PyTorch with the tie rule above; softmax in float32 whatever the logits' dtype.
 
-    The renormalisation is that of ``gemma4_routing_function_torch`` in vLLM 0.26.
+    The mathematics is that of ``gemma4_routing_function_torch`` in vLLM 0.26.  Its guard against a
+    sum of zero is left out: the largest probability is at least ``1 / experts``, or NaN.
     """
     # Adding 0.0 turns -0.0 into +0.0; a stable sort keeps the order of ids among equals.
     logits = inputs.logits.float() + 0.0
     order = torch.sort(logits, dim=-1, descending=True, stable=True).indices
     ids = order[:, : inputs.top_k]
     probabilities = torch.softmax(logits, dim=-1).gather(1, ids)
-    total = probabilities.sum(dim=-1, keepdim=True)
-    weights = probabilities / torch.where(total > 0.0, total, 1.0)
+    weights = probabilities / probabilities.sum(dim=-1, keepdim=True)
     return {
         "weights": weights * inputs.per_expert_scale.float()[ids],
         "ids": ids.to(torch.int32),
