@@ -33,7 +33,7 @@ from tuned_configs import (
     update_table,
     write_table,
 )
-from tuned_configs import files as files_module
+from tuned_configs.files import STALE_SECONDS
 from tuned_configs.store import table_text
 
 DEVICE = "NVIDIA H200"
@@ -308,7 +308,7 @@ def test_disk_faults_are_readable(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     def full(_: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(files_module.os, "fsync", full)
+    monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(TableError, match=r"t\.json: cannot be written: No space left on device"):
         write_table(tmp_path / "t.json", table_of(make_entry(16)))
     assert (tmp_path / "t.json").read_text() == before
@@ -349,7 +349,7 @@ def _stop_before_rename(root: str, ready: Any) -> None:
         ready.set()
         time.sleep(600)
 
-    files_module.os.fsync = stop  # type: ignore[assignment]
+    os.fsync = stop  # type: ignore[assignment]
     update_table(root, table_of(make_entry(16)))
 
 
@@ -358,7 +358,7 @@ def test_a_writer_killed_in_mid_write_harms_nothing(tmp_path: Path) -> None:  # 
     before = path.read_bytes()
     context = multiprocessing.get_context("spawn")
     ready = context.Event()
-    writer = context.Process(target=_stop_before_rename, args=(str(tmp_path), ready))
+    writer = context.Process(target=_stop_before_rename, args=(str(tmp_path), ready), daemon=True)
     writer.start()
     assert ready.wait(60)
     with pytest.raises(TableError, match="held by another gemma-tune"):
@@ -371,7 +371,7 @@ def test_a_writer_killed_in_mid_write_harms_nothing(tmp_path: Path) -> None:  # 
     assert TableSet.load(tmp_path, DEVICE).faults == ()
     update_table(tmp_path, table_of(make_entry(32)))
     assert leftover.exists()  # young: it could belong to a living writer
-    old = time.time() - 2 * files_module.STALE_SECONDS
+    old = time.time() - 2 * STALE_SECONDS
     os.utime(leftover, (old, old))
     update = update_table(tmp_path, table_of(make_entry(64)))
     assert not leftover.exists()
@@ -385,7 +385,7 @@ def test_writers_killed_at_random_leave_whole_tables(tmp_path: Path) -> None:  #
     chance = random.Random(9)
     for first in (100, 1100, 2100, 3100):
         args = (str(tmp_path), first, 900)
-        writer = context.Process(target=_write_many, args=args)
+        writer = context.Process(target=_write_many, args=args, daemon=True)
         writer.start()
         before = path.stat().st_mtime_ns
         deadline = time.monotonic() + 60

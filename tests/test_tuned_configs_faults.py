@@ -337,7 +337,7 @@ def test_parse_agrees_with_the_standard_parser(value: Any, indent: int | None) -
 
 def _walk(value: Any, path: tuple[str | int, ...]) -> Any:
     yield path, value
-    items = value.items() if isinstance(value, dict) else []
+    items: Any = value.items() if isinstance(value, dict) else []
     items = enumerate(value) if isinstance(value, list) else items
     for key, inner in items:
         yield from _walk(inner, (*path, key))
@@ -360,6 +360,12 @@ def test_any_damage_is_told_and_never_a_raw_error(data: st.DataObject) -> None:
     else:
         assert fault.line is not None
         assert 1 <= fault.line <= text.count("\n") + 1
+
+
+def test_damaged_constants() -> None:
+    with pytest.raises(JsonError, match="found NaN1, wanted a finite number") as caught:
+        parse('{"a": [1,\n NaN1]}')
+    assert (caught.value.key, caught.value.line, caught.value.column) == ("a[1]", 2, 2)
 
 
 def test_dotted() -> None:

@@ -36,7 +36,7 @@ def loaded(*tables: Table, measured_only: bool = True) -> TableSet:
 
 def tokens_for(tables: TableSet, tokens: int, **problem: Any) -> int | None:
     match = tables.lookup(NAME, {"hidden": 1536, "tokens": tokens, **problem})
-    return match and match.tokens
+    return None if match is None else match.tokens
 
 
 # Nearest count

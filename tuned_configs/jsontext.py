@@ -163,8 +163,8 @@ def _refusal(text: str) -> JsonError:
     seen: set[Where] = set()
     position = _line_column(text)
     for path, start, token in _values(text):
-        if token in _CONSTANTS:
-            message = f"found {token}, wanted a finite number"
+        if token.startswith(_CONSTANTS):  # the parser refuses the NaN of NaN1 as well
+            message = f"found {token[:60]}, wanted a finite number"
             return JsonError(message, *position(start), dotted(path))
         if path and isinstance(path[-1], str):
             if path in seen:
