@@ -248,7 +248,8 @@ def cost(problem: Problem) -> Cost:
 
 def describe(problem: Problem) -> str:
     """Short name for tables and logs, without the token count."""
-    return f"width {problem.width}: gelu * up" + (" (PLE)" if problem.operand == "ple" else "")
+    place = f" (PLE, rows of {problem.up_stride})" if problem.operand == "ple" else ""
+    return f"width {problem.width}: gelu * up{place}"
 
 
 TEMPLATE = KernelTemplate(

@@ -12,9 +12,7 @@ from .base import Choices, SearchSpace, shared_limit, thread_limits, tile_limits
 def choices(problem: Problem, device: DeviceInfo) -> Choices:
     return {
         "rows": (1, 2, 4, 8, 16),
-        "block": tuple(
-            b for b in (128, 256, 512, 1024, 2048, 4096) if b <= tile_width(problem)
-        ),
+        "block": tuple(b for b in (128, 256, 512, 1024, 2048, 4096) if b <= tile_width(problem)),
         "vector": (2, 4, 8),
         "programs_per_sm": (0, 1, 2, 4, 8, 16),
         "num_warps": (1, 2, 4, 8, 16),
