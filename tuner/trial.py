@@ -113,6 +113,7 @@ class Bench:
     def __init__(self, device: str, l2_bytes: int = 0) -> None:
         self.device = torch.device(device)
         if self.device.type == "cuda":
+            self.device = torch.device("cuda", self.device.index or 0)
             torch.cuda.set_device(self.device)
             torch.backends.cuda.matmul.allow_tf32 = False
             self.clock: CudaClock | HostClock = CudaClock(self.device, l2_bytes)
