@@ -12,16 +12,15 @@ from test_tuned_configs import DEVICE, make_entry, make_run, table_of
 from tuned_configs import (
     Device,
     Entry,
-    Finding,
     TableError,
     Timing,
-    lint,
-    read_moe_table,
     table_path,
     token_counts,
     update_table,
     write_table,
 )
+from tuned_configs.lint import Finding, lint
+from tuned_configs.vllm_moe import read_moe_table
 
 COVERED = [make_entry(count) for count in token_counts()]
 FIRST_ENTRY_LINE = 9

@@ -1,20 +1,20 @@
-"""Tuned configs: the JSON tables, their loader and their linter.  Needs no GPU, torch or Triton."""
+"""Tuned configs: the JSON tables, their loader and (in ``lint``) their linter.
+
+Needs no GPU, torch or Triton: a server loads this package at startup.
+"""
 
 from .faults import Fault, TableError
 from .keys import problem_key
-from .lint import Finding, lint
 from .lookup import Match, TableSet, version_notes
 from .naming import folder_name
 from .schema import Device, Entry, MaxError, Predicted, Run, Table, Timing
 from .store import Update, make_table, read_table, table_path, update_table, write_table
 from .tokens import token_counts, vllm_capture_sizes
-from .vllm_moe import read_moe_table
 
 __all__ = [
     "Device",
     "Entry",
     "Fault",
-    "Finding",
     "Match",
     "MaxError",
     "Predicted",
@@ -25,10 +25,8 @@ __all__ = [
     "Timing",
     "Update",
     "folder_name",
-    "lint",
     "make_table",
     "problem_key",
-    "read_moe_table",
     "read_table",
     "table_path",
     "token_counts",
