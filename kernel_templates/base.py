@@ -202,6 +202,8 @@ class KernelTemplate(Generic[P, C]):
     ``problems(model, tokens)`` lists what a model needs, without repeats.  ``same_kernel`` names
     the fields of a problem that only change the amount of work, never the compiled binary.
     ``exact_outputs`` must equal the reference bit for bit (integers, such as expert ids).
+    ``stock_config`` is given where a server runs a hand-written kernel: the config with that
+    kernel's algorithm and constants, which then is the stock peer instead of the compiled reference.
     """
 
     name: str
@@ -216,6 +218,7 @@ class KernelTemplate(Generic[P, C]):
     describe: Callable[[P], str]
     same_kernel: tuple[str, ...] = ("tokens",)
     exact_outputs: tuple[str, ...] = ()
+    stock_config: Callable[[P], C] | None = None
 
     def launch(self, inputs: Any, config: C) -> None:
         """Run the kernel: reads ``inputs``' operands, writes its outputs."""

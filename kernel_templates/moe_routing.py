@@ -276,6 +276,14 @@ def default(problem: Problem, device: DeviceInfo) -> Config:
     return Config(rows=rows, method="argmax", programs_per_sm=0, num_warps=rows)
 
 
+def stock_config(problem: Problem) -> Config:
+    """vLLM's routing kernel for Gemma 4: a full sort, one row and one warp per program.
+
+    Source: vLLM 0.26, ``_gemma4_routing_kernel`` (one program per token, num_warps=1).
+    """
+    return Config(rows=1, method="sort", programs_per_sm=0, num_warps=1)
+
+
 def cost(problem: Problem) -> Cost:
     """Logits in, weights and ids out, scales once; about 4 operations per logit and round."""
     logits = problem.tokens * problem.experts
@@ -303,5 +311,6 @@ TEMPLATE = KernelTemplate(
     default=default,
     cost=cost,
     describe=describe,
+    stock_config=stock_config,
     exact_outputs=("ids",),
 )

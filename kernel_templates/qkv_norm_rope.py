@@ -13,8 +13,8 @@ heads * D].  Only the first ``rotary_pairs`` pairs (y_1[i], y_2[i]) rotate: the 
 sin 0 for the others, which are not read.
 
 Three kinds of layer.  ``separate``: Q, K and V.  ``k_eq_v``: V is the norm without weight of the
-same raw K, which is read once; V columns, if there are any, are not read.  ``shared`` (KV shared with
-an earlier layer): Q only, K and V columns are neither read nor written.
+same raw K, which is read once; V columns, if there are any, are not read.  ``shared`` (KV shared
+with an earlier layer): Q only, K and V columns are neither read nor written.
 
 Roundings kept, as eager PyTorch in the same dtype has them: after each normalisation and after each
 weight.  The rotation takes those rounded values, runs in float32 and rounds once, where eager
@@ -37,7 +37,6 @@ from .base import DTYPES, Cost, DeviceInfo, Inputs, KernelCall, KernelTemplate, 
 from .common import (
     empty_rows,
     generator,
-    next_power_of_2,
     randn_rows,
     rms_norm,
     rms_normalised,
@@ -192,7 +191,7 @@ def _kernel(
     ROWS: tl.constexpr,
     VECTOR: tl.constexpr,
 ):  # fmt: skip
-    # Grid: (tiles of ROWS rows of Q, then of K, then of V,) or fewer programs that stride over them.
+    # Grid: (tiles of ROWS rows of Q, then of K, then of V,) or fewer programs, which stride.
     q_tiles = tl.cdiv(tokens * QUERY_HEADS, ROWS)
     k_tiles = tl.cdiv(tokens * KV_HEADS, ROWS)
     tiles = q_tiles + SECTIONS * k_tiles

@@ -337,7 +337,7 @@ def calls(inputs: ResidualNormInputs, config: Config) -> list[KernelCall]:
             raise ValueError(
                 f"residual_norm: {name} has shape {tuple(tensor.shape)}, wanted {hidden} columns"
             )
-        if tensor.stride(-1) != 1 and tensor.shape[-1] > 1 and tensor.dim() > 0:
+        if tensor.dim() > 0 and tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
             raise ValueError(f"residual_norm: {name} has strided columns {tensor.stride()}")
     outs = [output for _, output in norms] + [None] * (MAX_NORMS - len(norms))
     weights = [weight for weight, _ in norms] + [None] * (MAX_NORMS - len(norms))
@@ -400,7 +400,10 @@ def reference(inputs: ResidualNormInputs) -> dict[str, torch.Tensor]:
         m = rms_norm(m, inputs.sum_weight, inputs.eps)
     h = m + inputs.residual
     if inputs.scalar is not None:
-        h = h * inputs.scalar
+        # In the stream's dtype, whatever the scalar's own: a float32 one must not leak (case 35).
+        h = h * (
+            inputs.scalar.to(h.dtype) if isinstance(inputs.scalar, torch.Tensor) else inputs.scalar
+        )
     results = {"h_out": h}
     for index, (weight, _) in enumerate(inputs.norms()):
         if index == inputs.router:

@@ -29,7 +29,7 @@ def infeasible(problem: Problem, config: Config, device: DeviceInfo) -> str | No
     if config.programs_per_sm and tiles <= device.sms * config.programs_per_sm:
         return f"a persistent grid of {device.sms * config.programs_per_sm} for {tiles} tiles"
     if one_pass and config.stages > 1 and not config.programs_per_sm:
-        return "stages without a loop to pipeline"
+        return f"{config.stages} stages without a loop to pipeline"
     if config.programs_per_sm * config.num_warps * 32 > device.threads_per_sm:
         return (
             f"{config.programs_per_sm} programs of {config.num_warps} warps exceed "

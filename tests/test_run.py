@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import pytest
 from faulty_template import A100, TEMPLATE, Config, Problem, space
 
 from tuned_configs.schema import Entry

@@ -294,21 +294,7 @@ def test_records_survive_json(name: str) -> None:
                 record_from_dict(kind, {**values, "colour": 1})
 
 
-NO_NUMBER_YET = {"residual_norm": "'stages without a loop to pipeline' lacks its number"}
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(
-            name,
-            marks=[pytest.mark.xfail(reason=NO_NUMBER_YET[name], strict=True)]
-            if name in NO_NUMBER_YET
-            else [],
-        )
-        for name in sorted(templates())
-    ],
-)
+@pytest.mark.parametrize("name", sorted(templates()))
 def test_infeasible_says_the_number(name: str) -> None:
     template, space = templates()[name], spaces()[name]
     device = known_gpus()[0]

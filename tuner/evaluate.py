@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import triton
+
 from kernel_templates.base import DeviceInfo, KernelTemplate, record_to_dict
 
 from .compile import Resources, template_module
@@ -101,7 +103,11 @@ class Measuring:
         limits: Limits | None = None,
     ) -> None:
         self.limits = limits or Limits()
-        self.worker = Worker("tuner.trial:Bench", options, env)
+        # Inductor would move Triton's cache elsewhere, away from what was compiled ahead.
+        cache = str(triton.knobs.cache.dir)
+        self.worker = Worker(
+            "tuner.trial:Bench", options, {"TRITON_CACHE_DIR": cache, **(env or {})}
+        )
         self.uuid = uuid
         self._template: KernelTemplate[Any, Any] | None = None
         self._problem: Any = None

@@ -112,9 +112,14 @@ class CudaClock:
             wanted = max(1, min(self.LAUNCHES, int(self.REPLAY_US / once)))
             repeats = [launches[i % len(launches)] for i in range(wanted)]
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, stream=stream):
+            # Not `with torch.cuda.graph(...)`, which collects garbage and empties the allocator's
+            # cache each time: far longer than the capture itself.
+            graph.capture_begin()
+            try:
                 for launch in repeats:
                     launch()
+            finally:
+                graph.capture_end()
         torch.cuda.current_stream(self.device).wait_stream(stream)
         return ReplayGraph(graph, wanted)
 

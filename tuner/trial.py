@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
+import gc
 import platform
 import types
 from collections.abc import Callable, Mapping, Sequence
@@ -113,6 +114,9 @@ class Bench:
     def __init__(self, device: str, l2_bytes: int = 0) -> None:
         self.device = torch.device(device)
         if self.device.type == "cuda":
+            # Long-lived from here on: what a collection would walk through again and again.
+            gc.collect()
+            gc.freeze()
             self.device = torch.device("cuda", self.device.index or 0)
             torch.cuda.set_device(self.device)
             torch.backends.cuda.matmul.allow_tf32 = False
@@ -226,25 +230,27 @@ class Bench:
             self._launches(record_from_dict(self.template.config, config)) for config in configs
         ]
         if stock:
-            run = self.stock()
-            contestants.append([functools.partial(run, inputs) for inputs in self.sets])
+            contestants.append(self.stock())
         try:
             return self.clock.interleave(contestants, rounds)
         except Exception as failure:
             self._classify(failure)
             raise
 
-    def stock(self) -> Callable[[Any], Any]:
-        """The peer a server runs without us: the reference as inductor compiles it.
+    def stock(self) -> list[Callable[[], Any]]:
+        """The peer a server runs without us, one launch per input set.
 
-        The token dimension is dynamic and guards are skipped, as in vLLM, so one graph serves every
-        token count of a kind.
+        It is the template's ``stock_config`` where the server has a kernel of its own, else the
+        reference as inductor compiles it: with a dynamic token dimension and without guards, as in
+        vLLM, so that one graph serves every token count of a kind.
         """
         assert self.template is not None
+        if self.template.stock_config is not None:
+            return self._launches(self.template.stock_config(self.problem))
         key = (self.template.name, self.template.kernel_problem(self.problem))
         if key not in self._compiled:
             self._compiled[key] = compile_stock(self.template, self.problem, self.device)
-        return self._compiled[key]
+        return [functools.partial(self._compiled[key], inputs) for inputs in self.sets]
 
     def _launches(self, config: Any) -> list[Callable[[], Any]]:
         assert self.template is not None
@@ -303,6 +309,8 @@ def compile_stock(
     example = template.make_inputs(
         dataclasses.replace(problem, tokens=max(32, problem.tokens)), 0, device, 0
     )
+    # Widths are constants in a server's graph; without this, the second kind's would be dynamic.
+    torch._dynamo.config.automatic_dynamic_shapes = False
     rows = example.outputs()
     tokens = next(iter(rows.values())).shape[0]
     for tensor in (*example.operands().values(), *rows.values()):
