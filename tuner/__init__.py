@@ -1,0 +1,3 @@
+"""Search, measurement and emission of kernel configurations."""
+
+__version__ = "0.1.0"

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import collections
 import concurrent.futures
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
-from importlib import metadata
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -34,6 +34,7 @@ from tuned_configs.schema import Device, Entry, MaxError, Predicted, Run
 from tuned_configs.schema import Timing as TimingFields
 from tuned_configs.store import make_table, update_table
 
+from . import __version__
 from .compile import CompileError, CompilePool, Resources
 from .evaluate import Decision, Evaluator, Refused
 from .search import ProblemSearch, study_name
@@ -145,6 +146,14 @@ def plan(models: Sequence[ModelShape], names: Iterable[str], tokens: Sequence[in
     return jobs
 
 
+def weight(job: Job) -> float:
+    """A problem's part of the time budget, relative to others'.
+
+    Large problems have larger spaces and more to gain: 8192 tokens get four times as much as one.
+    """
+    return 4.0 + math.log2(max(1, job.problem.tokens))
+
+
 class Tuner:
     """Runs jobs one after the other; see the module's docstring."""
 
@@ -183,7 +192,8 @@ class Tuner:
                         break
                     share = None
                     if deadline is not None:
-                        share = now + (deadline - now) / (len(jobs) - number)
+                        part = weight(job) / sum(map(weight, jobs[number:]))
+                        share = now + (deadline - now) * part
                     self._tune(job, number, len(jobs), share, pool, versions)
             finally:
                 self.summary.binaries = pool.compiled
@@ -385,20 +395,12 @@ class Tuner:
                 memory_bytes=self.device.memory_bytes,
                 driver=self.device.driver if self.device.attached else None,
             ),
-            gemma_tune=package_version(),
+            gemma_tune=__version__,
             triton=versions["triton"],
             torch=versions["torch"],
             python=versions["python"],
             finished_at=f"{datetime.now(timezone.utc):%Y-%m-%dT%H:%M:%SZ}",
         )
-
-
-def package_version() -> str | None:
-    """The installed version of this package, None when it is not installed."""
-    try:
-        return metadata.version("gemma-tune")
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def seeds_from_entries(
