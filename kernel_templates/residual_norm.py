@@ -184,14 +184,16 @@ def _one_pass_kernel(
         mask = (row < tokens) & inside  # [ROWS, BLOCK]
         b = tl.load(branch0 + row * branch0_stride + columns, mask=mask, other=0.0).to(tl.float32)
         r = tl.load(residual + row * residual_stride + columns, mask=mask, other=0.0).to(tl.float32)
+        if BRANCHES == 2:
+            # Before the first reduction, whose barrier no load is moved across.
+            b1 = tl.load(branch1 + row * branch1_stride + columns, mask=mask, other=0.0)
+            b1 = b1.to(tl.float32)
         m = _weighted(
             rms_normalised(b, tl.sum(b * b, axis=1, keep_dims=True), HIDDEN, eps, h_out), w0, h_out
         )
         if BRANCHES == 2:
-            b = tl.load(branch1 + row * branch1_stride + columns, mask=mask, other=0.0)
-            b = b.to(tl.float32)
-            b = rms_normalised(b, tl.sum(b * b, axis=1, keep_dims=True), HIDDEN, eps, h_out)
-            m = rounded(m + _weighted(b, w1, h_out), h_out)
+            b1 = rms_normalised(b1, tl.sum(b1 * b1, axis=1, keep_dims=True), HIDDEN, eps, h_out)
+            m = rounded(m + _weighted(b1, w1, h_out), h_out)
             m = _weighted(
                 rms_normalised(m, tl.sum(m * m, axis=1, keep_dims=True), HIDDEN, eps, h_out),
                 ws,
