@@ -1,0 +1,1 @@
+"""Side-by-side measurements anyone can run: ``python -m benchmarks.hot_paths``."""

@@ -1,0 +1,289 @@
+"""Tuned kernels beside the default, inductor's, a fixed launch rule and a copy, on one GPU.
+
+    python -m benchmarks.hot_paths --gpu h200 --model e2b --model 26b-a4b \\
+        --tokens 1,8,32,256,2048,8192 --configs DIR --out benchmarks/results
+
+See docs/benchmarks.md.  Exit codes: 0 done; 1 nothing was measured; 2 wrong usage; 3 no such GPU.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import json
+import os
+import platform
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import triton
+import typer
+
+import tuner
+from kernel_templates.base import DeviceInfo, templates
+from tuned_configs.files import replace_file
+from tuned_configs.lookup import TableSet
+from tuned_configs.naming import folder_name
+from tuner import places
+from tuner.cli import FAILED, NO_GPU, OUT, counts_of, fail, seconds_of
+from tuner.compile import CompileError, CompilePool
+from tuner.device import DeviceError, attached_gpus, from_data_file, matches, same_model
+from tuner.lock import Busy, exclusive
+from tuner.model import ModelConfigError, load_model
+from tuner.run import Job, plan
+from tuner.trial import Bench
+
+from . import render
+from .fixed import ORIGIN
+from .measure import ContextLostError, Measurer, Picks, pick
+from .result import Report
+
+COPY_BYTES = 1 << 30
+#: Longest wait for one binary that is compiled ahead.
+COMPILE_SECONDS = 60.0
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.command()
+def main(
+    gpu: Annotated[str, typer.Option(help="The attached GPU to measure on, for example h200.")],
+    model: Annotated[
+        list[str] | None,
+        typer.Option(help="Preset or path of a config.json; may be repeated.  "
+                     "[default: e2b and 26b-a4b]"),
+    ] = None,
+    tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel ranks.")] = 1,
+    tokens: Annotated[str, typer.Option(help="Token counts.")] = "1,8,32,256,2048,8192",
+    only: Annotated[
+        str | None,
+        typer.Option("--templates", help="Only these kernels, separated by commas."),
+    ] = None,
+    configs: Annotated[
+        Path | None,
+        typer.Option(help="Folder of the tuned tables.  [default: shipped and user's]"),
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Folder of the results.")] = Path("benchmarks/results"),
+    rounds: Annotated[int, typer.Option(min=3, help="Samples per contestant.")] = 31,
+    budget: Annotated[
+        str, typer.Option(help="Time after which no further problem is begun: 180s, 10m.")
+    ] = "180s",
+    inductor: Annotated[
+        bool | None,
+        typer.Option(help="Compile the reference by inductor.  [default: on, off in a dry run]"),
+    ] = None,
+    inductor_moe: Annotated[
+        bool, typer.Option(help="Also for moe_routing, which takes 40 s to compile.")
+    ] = False,
+    plot: Annotated[
+        Path | None, typer.Option(help="Also draw an SVG or PNG (needs matplotlib).")
+    ] = None,
+    jobs: Annotated[
+        int | None, typer.Option(min=1, help="Compile workers.  [default: cores, at most 16]")
+    ] = None,
+    dry_run: Annotated[
+        bool,
+        typer.Option(help="Go through everything on the CPU, without a GPU; needs "
+                     "TRITON_INTERPRET=1 and small token counts."),
+    ] = False,
+) -> None:  # fmt: skip
+    """Measure the hot paths with the tables at hand, side by side with their peers."""
+    start = time.monotonic()
+    deadline = start + seconds_of(budget)
+    _interpreter_fits(dry_run)
+    try:
+        models = [load_model(spec, tp) for spec in dict.fromkeys(model or ["e2b", "26b-a4b"])]
+        device, index = (from_data_file(gpu), 0) if dry_run else _attached(gpu)
+    except (ModelConfigError, DeviceError) as error:
+        fail(str(error))
+    work = plan(models, _names(only), counts_of(tokens))
+    if not work:
+        fail(f"{', '.join(shape.name for shape in models)} need none of these kernels", FAILED)
+    if configs is not None and not configs.is_dir():
+        fail(f"{configs} is no folder")
+    roots = places.roots() if configs is None else [configs]
+    tables = TableSet.load(roots, device.name, on_reason=lambda reason: None)
+    # Inductor would move Triton's cache elsewhere, away from what is compiled ahead.
+    os.environ.setdefault("TRITON_CACHE_DIR", str(triton.knobs.cache.dir))
+    warnings.filterwarnings("ignore", module="torch._inductor")
+    report = Report(_environment(device, dry_run), dry_run)
+    report.environment |= {
+        "models": [shape.name for shape in models],
+        "rounds": rounds,
+        "fixed": ORIGIN,
+    }
+    report.notes += [*tables.faults, *_stamps(tables, device)]
+    try:
+        with contextlib.nullcontext() if dry_run else exclusive(device.uuid or device.name):
+            picks = [pick(job, device, tables) for job in work]
+            if not dry_run:
+                _compile_ahead(device, work, picks, jobs, deadline)
+            bench = Bench("cpu") if dry_run else Bench(f"cuda:{index}", device.l2_bytes)
+            measurer = Measurer(
+                bench, rounds, (not dry_run) if inductor is None else inductor, inductor_moe,
+                check=not dry_run,
+            )  # fmt: skip
+            _measure_all(report, measurer, work, picks, deadline)
+    except Busy as error:
+        fail(str(error), FAILED)
+    report.seconds = time.monotonic() - start
+    _write(report, device, out, plot)
+    raise typer.Exit(0 if report.rows else FAILED)
+
+
+def _interpreter_fits(dry_run: bool) -> None:
+    interpreted = bool(triton.knobs.runtime.interpret)
+    if dry_run and not interpreted:
+        fail("a dry run needs TRITON_INTERPRET=1 in the environment")
+    if interpreted and not dry_run:
+        fail("TRITON_INTERPRET is set: that would time the interpreter; unset it, or --dry-run")
+
+
+def _attached(gpu: str) -> tuple[DeviceInfo, int]:
+    """The attached GPU that is meant, and its index in this process."""
+    try:
+        found = attached_gpus()
+    except DeviceError as error:
+        fail(f"{error}; --dry-run needs no GPU", NO_GPU)
+    fitting = [index for index, device in enumerate(found) if matches(gpu, device.name)]
+    if not fitting:
+        names = ", ".join(device.name for device in found) or "none"
+        fail(f"no attached GPU matches {gpu!r}; attached: {names}", NO_GPU)
+    return same_model([found[index] for index in fitting]), fitting[0]
+
+
+def _names(text: str | None) -> list[str]:
+    known = list(templates())
+    if text is None:
+        return known
+    names = [name.strip() for name in text.split(",")]
+    for name in names:
+        if name not in known:
+            fail(f"no template {name!r}; known: {', '.join(known)}")
+    return list(dict.fromkeys(names))
+
+
+def _environment(device: DeviceInfo, dry_run: bool) -> dict[str, Any]:
+    return {
+        "device": f"{device.name} (dry run)" if dry_run else device.name,
+        "capability": ".".join(map(str, device.capability)),
+        "sms": device.sms,
+        "driver": device.driver or "unknown",
+        "torch": str(torch.__version__),
+        "triton": triton.__version__,
+        "python": platform.python_version(),
+        "gemma_tune": tuner.__version__,
+        "date": f"{datetime.now(timezone.utc):%Y-%m-%d %H:%M} UTC",
+    }
+
+
+def _stamps(tables: TableSet, device: DeviceInfo) -> Iterator[str]:
+    """Which tables were used, and how their stamps differ from what runs."""
+    for loaded in tables.tables:
+        yield f"table {loaded.path.parent.name}/{loaded.path.name}: {', '.join(loaded.table.runs)}"
+    yield from tables.version_notes(
+        {
+            "triton": triton.__version__,
+            "torch": str(torch.__version__),
+            "driver": device.driver,
+            "gpu": device.name,
+            "sms": device.sms,
+        }
+    )
+
+
+def _compile_ahead(
+    device: DeviceInfo,
+    work: Sequence[Job],
+    picks: Sequence[Picks],
+    jobs: int | None,
+    deadline: float,
+) -> None:
+    """Fill Triton's cache in parallel; a config that does not compile says so when it is tried."""
+    jobs = jobs or min(16, len(os.sched_getaffinity(0)))
+    with CompilePool(device.target, jobs) as pool:
+        futures = [
+            pool.submit(job.template, job.problem, config)
+            for job, chosen in zip(work, picks, strict=True)
+            for config in chosen.configs.values()
+        ]
+        OUT.print(f"{len(work)} problems; compiling {pool.compiled} binaries", highlight=False)
+        for future in futures:
+            left = max(0.0, min(COMPILE_SECONDS, deadline - time.monotonic()))
+            with contextlib.suppress(CompileError, concurrent.futures.TimeoutError):
+                future.result(left)
+
+
+def _measure_all(
+    report: Report,
+    measurer: Measurer,
+    work: Sequence[Job],
+    picks: Sequence[Picks],
+    deadline: float,
+) -> None:
+    """Every problem in turn; an error ends its problem, never the run."""
+    report.copy_bytes = COPY_BYTES >> 8 if report.dry_run else COPY_BYTES
+    names = [f"{job.template.name}, {job.kind}, {job.problem.tokens} tokens" for job in work]
+    done = 0
+    try:
+        try:
+            report.copy = measurer.large_copy(report.copy_bytes)
+        except Exception as error:
+            report.errors.append(("large copy", measurer.reason(error)))
+        for job, chosen, name in zip(work, picks, names, strict=True):
+            if time.monotonic() >= deadline:
+                break
+            done += 1
+            try:
+                row = measurer.measure(job, chosen)
+            except ContextLostError:
+                raise
+            except Exception as error:
+                report.errors.append((name, measurer.reason(error)))
+                OUT.print(f"{name}: {report.errors[-1][1]}", markup=False, soft_wrap=True)
+            else:
+                report.rows.append(row)
+                times = ", ".join(f"{key} {time.median:.2f}" for key, time in row.times.items())
+                OUT.print(f"{name}: {times} us", markup=False, highlight=False, soft_wrap=True)
+    except ContextLostError as error:
+        report.errors.append((names[max(0, done - 1)], f"{error}: the GPU answers no more"))
+    except KeyboardInterrupt:
+        report.notes.append("interrupted")
+    report.left = names[done:]
+
+
+def _write(report: Report, device: DeviceInfo, out: Path, plot: Path | None) -> None:
+    folder = out / ("dry_run" if report.dry_run else folder_name(device.name))
+    stem = "hot_paths.dry_run" if report.dry_run else "hot_paths"
+    folder.mkdir(parents=True, exist_ok=True)
+    written = [folder / f"{stem}.json", folder / f"{stem}.md"]
+    replace_file(written[0], _json(report))
+    replace_file(written[1], render.markdown(report))
+    if plot is not None:
+        try:
+            plot.parent.mkdir(parents=True, exist_ok=True)
+            render.plot(report, plot)
+            written.append(plot)
+        except (ImportError, ValueError, OSError) as error:
+            OUT.print(f"no plot: {error}", markup=False, soft_wrap=True)
+    for line in render.closing(report):
+        OUT.print(line, markup=False, highlight=False, soft_wrap=True)
+    for path in written:
+        OUT.print(f"wrote {path}", highlight=False, soft_wrap=True)
+
+
+def _json(report: Report) -> str:
+    """One row a line, so that two runs can be compared line by line."""
+    values = report.to_dict()
+    rows = ",\n".join(f"  {json.dumps(row, ensure_ascii=False)}" for row in values.pop("rows"))
+    head = json.dumps(values, indent=1, ensure_ascii=False).removesuffix("\n}")
+    return f'{head},\n "rows": [\n{rows}\n ]\n}}\n'
+
+
+if __name__ == "__main__":
+    app()
