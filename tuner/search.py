@@ -14,8 +14,10 @@ import hashlib
 import json
 import os
 import random
+import re
+import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,35 +59,102 @@ class FlockLock:
             self._handle = None
 
 
-def open_storage(url: str | None, folder: Path) -> BaseStorage:
+class StorageError(Exception):
+    """The trials cannot be stored; the message says where and why."""
+
+
+def open_storage(
+    url: str | None, folder: Path, say: Callable[[str], None] = lambda message: None
+) -> BaseStorage:
     """The durable storage: ``url`` as Optuna takes it, or a journal file in ``folder``.
 
-    A journal whose last line was cut by a kill loses that line and nothing else.
+    A journal whose last line was cut by a kill loses that line and nothing else; one that is broken
+    elsewhere is told to ``say``.  StorageError when there is no such storage.
     """
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     if url is not None:
-        return RDBStorage(url)
-    folder.mkdir(parents=True, exist_ok=True)
+        try:
+            return RDBStorage(url)
+        # Whatever SQLAlchemy and the database's driver raise; a driver may also be missing.
+        except Exception as error:
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            hidden = re.sub(r"(://[^/@:]*):[^@]*@", r"\1:***@", url)
+            raise StorageError(
+                f"the storage {hidden!r} cannot be used: {reason}; "
+                "wanted for example sqlite:///trials.db"
+            ) from error
     path = folder / "trials.journal"
     lock = FlockLock(str(path))
-    lock.acquire()
     try:
-        mend_journal(path)
-    finally:
-        lock.release()
-    return JournalStorage(JournalFileBackend(str(path), lock_obj=lock))
+        folder.mkdir(parents=True, exist_ok=True)
+        lock.acquire()
+        try:
+            if warning := mend_journal(path):
+                say(warning)
+        finally:
+            lock.release()
+        return _journal(path, lock, say)
+    except OSError as error:
+        raise StorageError(
+            f"{path}: the record of trials cannot be kept: {error.strerror or error}"
+        ) from error
 
 
-def mend_journal(path: Path) -> int:
-    """Cut what a killed writer left after the last whole line; returns the bytes removed."""
+def _journal(path: Path, lock: FlockLock, say: Callable[[str], None]) -> BaseStorage:
+    """The journal's storage; a journal that Optuna cannot replay is moved aside."""
+    try:
+        return JournalStorage(JournalFileBackend(str(path), lock_obj=lock))
+    except OSError:
+        raise
+    except Exception as error:
+        aside = _aside(path)
+        path.rename(aside)
+        say(f"{path} cannot be replayed ({error!r}): moved aside to {aside.name}, begun anew")
+        return JournalStorage(JournalFileBackend(str(path), lock_obj=lock))
+
+
+def _aside(path: Path) -> Path:
+    return path.with_name(f"{path.name}.broken-{time.time_ns()}")
+
+
+def mend_journal(path: Path) -> str | None:
+    """Cut a journal before its first line that is no record; returns a warning to show, or None.
+
+    Records name studies by their number, so that nothing behind a lost one can be trusted.  What a
+    killed writer left after the last whole line goes silently; before anything else is cut, the
+    whole file is copied aside.
+    """
     if not path.exists():
-        return 0
-    with path.open("r+b") as file:
-        data = file.read()
-        keep = data.rfind(b"\n") + 1
-        if keep < len(data):
-            file.truncate(keep)
-    return len(data) - keep
+        return None
+    data = path.read_bytes()
+    keep = lines = 0
+    for line in data.splitlines(keepends=True):
+        if not _is_record(line):
+            break
+        keep += len(line)
+        lines += 1
+    if keep == len(data):
+        return None
+    warning = None
+    if b"\n" in data[keep:]:
+        aside = _aside(path)
+        aside.write_bytes(data)
+        warning = (
+            f"{path}: line {lines + 1} is no record of a trial; the lines before it are used, "
+            f"the whole file was kept as {aside.name}"
+        )
+    os.truncate(path, keep)
+    return warning
+
+
+def _is_record(line: bytes) -> bool:
+    if not line.endswith(b"\n"):
+        return False
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return False
+    return isinstance(record, dict) and {"op_code", "worker_id"} <= record.keys()
 
 
 def study_name(
@@ -185,9 +254,13 @@ class ProblemSearch:
             values = trial.user_attrs.get("outcome")
             if values is None:
                 continue
-            config = self.space.kernel.config(**trial.params)
+            try:
+                config = self.space.kernel.config(**trial.params)
+                outcome = Outcome.from_dict(config, values)
+            except (KeyError, TypeError, ValueError):
+                continue  # another version's record
             if config not in self.outcomes:
-                self._learn(Outcome.from_dict(config, values), trial=None)
+                self._learn(outcome, trial=None)
 
     @property
     def finals(self) -> dict[str, Any] | None:
