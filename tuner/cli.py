@@ -10,12 +10,15 @@ from __future__ import annotations
 import contextlib
 import enum
 import re
+import tempfile
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
+from optuna.exceptions import OptunaError
 from rich.console import Console
 from rich.text import Text
+from sqlalchemy.exc import SQLAlchemyError
 
 from kernel_templates.base import DeviceInfo, ModelShape, templates
 from tuned_configs.faults import TableError
@@ -28,7 +31,7 @@ from .lock import Busy, exclusive
 from .model import ModelConfigError, load_model, preset_names
 from .report import ConsoleReporter, clock, summary_tables
 from .run import Settings, Summary, Tuner, plan
-from .search import open_storage
+from .search import StorageError, open_storage
 
 app = typer.Typer(
     name="gemma-tune",
@@ -38,8 +41,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-OUT = Console()
-LOG = Console(stderr=True)
+# Paths and messages are shown as they are: "[/x]" in one is no markup.
+OUT = Console(markup=False, emoji=False)
+LOG = Console(stderr=True, markup=False, emoji=False)
 
 FAILED, USAGE, NO_GPU, INTERRUPTED = 1, 2, 3, 130
 
@@ -144,21 +148,30 @@ def tune(
         fail("--gpu is missing; wanted for example --gpu a100")
     names = _template_names(templates_)
     try:
-        counts = counts_of(tokens) if tokens else token_counts(num_speculative_tokens=draft_tokens)
-
-        seconds = seconds_of(budget) if budget else None
+        if tokens is not None:
+            counts = counts_of(tokens)
+        else:
+            counts = token_counts(num_speculative_tokens=draft_tokens)
+        seconds = None if budget is None else seconds_of(budget)
         models = [load_model(spec, tp) for spec in dict.fromkeys(model or ["e2b"])]
         device = choose_device(gpu, measure)
     except (ModelConfigError, DeviceError) as error:
         fail(str(error))
-    _tune(
-        device,
-        models,
-        names,
-        counts,
-        Settings(out or places.user_root(), trials, seconds, jobs, seed),
-        storage,
-    )
+    folder = out or places.user_root()
+    _require_writable(folder)
+    _tune(device, models, names, counts, Settings(folder, trials, seconds, jobs, seed), storage)
+
+
+def _require_writable(folder: Path) -> None:
+    """Make the folder of the tables; exits when it cannot be written, before any work is done."""
+    if folder.exists() and not folder.is_dir():
+        fail(f"{folder} is no folder, wanted one for the tables (--out)")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        fail(f"{folder}: tables cannot be written here: {error.strerror}; see --out")
 
 
 def _template_names(text: str | None) -> list[str]:
@@ -210,6 +223,12 @@ def _tune(
     jobs = plan(models, names, counts)
     if not jobs:
         fail(f"{', '.join(m.name for m in models)} need none of: {', '.join(names)}", FAILED)
+    try:
+        record = open_storage(
+            storage, places.STATE_FOLDER, lambda message: LOG.print(message, style="yellow")
+        )
+    except StorageError as error:
+        fail(str(error))
     evaluator: Evaluator = Predicting(device)
     if device.attached:
         evaluator = Measuring(
@@ -231,16 +250,15 @@ def _tune(
                 stack.enter_context(exclusive(device.uuid or device.name))
             stack.callback(evaluator.close)
             reporter = stack.enter_context(ConsoleReporter(LOG))
-            trials = open_storage(storage, places.STATE_FOLDER)
             tuner = Tuner(
-                device, evaluator, trials, settings, reporter, places.nearest_seeds(device)
+                device, evaluator, record, settings, reporter, places.nearest_seeds(device)
             )
             summary = tuner.summary
             tuner.run(jobs)
     except KeyboardInterrupt:
         LOG.print("\ninterrupted: what was decided is saved, the same command goes on from here")
         code = INTERRUPTED
-    except (EvaluatorBroken, TableError, Busy) as error:
+    except (EvaluatorBroken, TableError, Busy, OptunaError, SQLAlchemyError, OSError) as error:
         LOG.print(Text(f"error: {error}", style="bold red"), soft_wrap=True)
         code = FAILED
     if summary is not None:
@@ -300,8 +318,8 @@ def show(
     """Show tuned entries: config, times and where they come from."""
     shown = 0
     for table in queries.show(_roots(configs), gpu, template, model):
-        OUT.print(table)
-        shown += 1
+        OUT.print(table, soft_wrap=isinstance(table, Text))
+        shown += not isinstance(table, Text)
     if not shown:
         fail(f"no entries for GPU {gpu!r}" + (f", kernel {template!r}" if template else ""), FAILED)
 
