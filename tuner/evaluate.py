@@ -8,10 +8,12 @@ An evaluator serves one problem at a time: ``open`` it, ``evaluate`` candidates 
 from __future__ import annotations
 
 import dataclasses
+import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
 import triton
 
 from kernel_templates.base import DeviceInfo, KernelTemplate, record_to_dict
@@ -237,11 +239,6 @@ class Predicting:
         self._problem: Any = None
 
     def versions(self) -> Mapping[str, str]:
-        import platform
-
-        import torch
-        import triton
-
         return {
             "torch": str(torch.__version__),
             "triton": triton.__version__,
@@ -250,6 +247,12 @@ class Predicting:
 
     def open(self, template: KernelTemplate[Any, Any], problem: Any) -> None:
         self._template, self._problem = template, problem
+        try:
+            inputs = template.make_inputs(problem, 0, torch.device("meta"), 0)
+            template.calls(inputs, template.default(problem, self.device))
+        except (ValueError, RuntimeError, OverflowError) as error:
+            # For example more rows than the kernel's indices or PyTorch's sizes reach.
+            raise Refused(str(error)) from error
 
     def evaluate(self, config: Any, resources: Sequence[Resources]) -> Outcome:
         assert self._template is not None
