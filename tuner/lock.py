@@ -23,7 +23,10 @@ def exclusive(gpu: str) -> Iterator[None]:
     """
     name = re.sub(r"[^A-Za-z0-9-]", "_", gpu)
     path = Path(tempfile.gettempdir()) / f"gemma-tune-{name}.lock"
-    handle = os.open(path, os.O_CREAT | os.O_RDWR, 0o666)
+    try:
+        handle = os.open(path, os.O_CREAT | os.O_RDWR, 0o666)
+    except PermissionError:  # another user's file, which can be locked all the same
+        handle = os.open(path, os.O_RDONLY)
     try:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -33,8 +36,9 @@ def exclusive(gpu: str) -> Iterator[None]:
                 f"another gemma-tune (process {holder}) measures on GPU {gpu}: wait for it, or "
                 "select another GPU with CUDA_VISIBLE_DEVICES"
             ) from None
-        os.ftruncate(handle, 0)
-        os.pwrite(handle, f"{os.getpid()}\n".encode(), 0)
+        with contextlib.suppress(OSError):
+            os.ftruncate(handle, 0)
+            os.pwrite(handle, f"{os.getpid()}\n".encode(), 0)
         yield
     finally:
         os.close(handle)
