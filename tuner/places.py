@@ -11,6 +11,7 @@ from typing import Any
 import tuned_configs
 from kernel_templates.base import DeviceInfo
 from tuned_configs.faults import TableError
+from tuned_configs.naming import folder_name
 from tuned_configs.schema import Entry
 from tuned_configs.store import read_table
 
@@ -46,14 +47,20 @@ def tables(searched: list[Path]) -> Iterator[Path]:
 
 
 def devices_with_tables(searched: list[Path]) -> dict[str, list[Path]]:
-    """Table files by the driver's name of their GPU; broken ones under their folder's name."""
-    found: dict[str, list[Path]] = {}
+    """Table files by the driver's name of their GPU; broken ones under the name that their folder
+    stands for, by a sound table in it or a known GPU, else under the folder's own."""
+    names = {folder_name(gpu.name): gpu.name for gpu in known_gpus()}
+    devices: dict[Path, str | None] = {}
     for path in tables(searched):
         try:
-            name = read_table(path).device
+            devices[path] = read_table(path).device
         except TableError:
-            name = path.parent.name
-        found.setdefault(name, []).append(path)
+            devices[path] = None
+    names |= {path.parent.name: name for path, name in devices.items() if name is not None}
+    found: dict[str, list[Path]] = {}
+    for path, name in devices.items():
+        folder = path.parent.name
+        found.setdefault(name or names.get(folder, folder), []).append(path)
     return found
 
 

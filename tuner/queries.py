@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -56,8 +57,9 @@ def tables_at_hand(roots: Sequence[Path]) -> Table:
 
 def show(
     roots: Sequence[Path], gpu: str, template: str | None, model: str | None
-) -> Iterator[Table]:
-    """The entries of every table of the GPUs that ``gpu`` means, one rich table per file."""
+) -> Iterator[Table | Text]:
+    """The entries of every table of the GPUs that ``gpu`` means, one rich table per file; for a
+    broken one what is wrong with it."""
     for device, paths in devices_with_tables(list(roots)).items():
         if not _means(gpu, device):
             continue
@@ -65,7 +67,7 @@ def show(
             try:
                 found = read_table(path)
             except TableError as error:
-                yield Table(title=f"{error}", title_style="red")
+                yield Text(str(error), style="red")
                 continue
             if template is not None and found.template != template:
                 continue
@@ -95,17 +97,21 @@ def lint_all(paths: Sequence[Path], max_tokens: int) -> list[Finding]:
 def explain(
     roots: Sequence[Path], gpu: str, template: str, model: ModelShape, tokens: int
 ) -> Iterator[Text]:
-    """Which config each of the model's problems takes at a token count, and why.
+    """Which config each of the model's problems takes at a token count, and why; nothing for a
+    model without such problems.
 
     DeviceError when ``gpu`` means no GPU with tables and no known one.
     """
     kernel = template_named(template)
+    problems = kernel.problems(model, [tokens])
     device = _one_device(roots, gpu)
+    if not problems:
+        return
     tables = TableSet.load(list(roots), device.name, False, on_reason=lambda reason: None)
     yield Text(f"{device.name}, {model.name}, {tokens} tokens", style="bold")
     for fault in tables.faults:
         yield Text(fault, style="red")
-    for problem in kernel.problems(model, [tokens]):
+    for problem in problems:
         values = record_to_dict(problem)
         match = tables.lookup(template, values, kernel.source_hash)
         yield Text(f"{template}, {kernel.describe(problem)}:", style="bold")
@@ -134,8 +140,11 @@ def _one_device(roots: Sequence[Path], gpu: str) -> DeviceInfo:
         return from_data_file(gpu)
     if named[0] in known:
         return known[named[0]]
-    path = devices_with_tables(list(roots))[named[0]][0]
-    return _device_of(next(iter(read_table(path).runs.values())).device)
+    for path in devices_with_tables(list(roots))[named[0]]:
+        with contextlib.suppress(TableError):
+            for run in read_table(path).runs.values():
+                return _device_of(run.device)
+    return from_data_file(gpu)
 
 
 def _means(gpu: str, name: str) -> bool:
