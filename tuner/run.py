@@ -42,7 +42,7 @@ from .timing import Timing
 from .trial import Outcome, Status
 
 #: Candidates compiled ahead of the one being judged, per compile worker.
-LOOK_AHEAD = 2
+LOOK_AHEAD = 1
 #: Crashes and hangs in a row after which a problem's search ends with what it has.
 LOST_IN_A_ROW = 6
 
@@ -171,6 +171,7 @@ class Tuner:
         self.settings, self.reporter, self.seeds = settings, reporter, seeds
         self.clock = clock
         self.summary = Summary()
+        self._judges = concurrent.futures.ThreadPoolExecutor(1)
         self._neighbours: dict[Any, list[Any]] = {}
         self._candidates: dict[Any, list[Any]] = {}
         started = datetime.now(timezone.utc)
@@ -196,6 +197,7 @@ class Tuner:
                         share = now + (deadline - now) * part
                     self._tune(job, number, len(jobs), share, pool, versions)
             finally:
+                self._judges.shutdown(wait=False, cancel_futures=True)
                 self.summary.binaries = pool.compiled
                 self.summary.seconds = self.clock() - start
         return self.summary
@@ -273,14 +275,23 @@ class Tuner:
         waiting = collections.deque()
         depth = max(4, LOOK_AHEAD * pool.jobs)
         lost = 0
-        while True:
-            in_time = state.deadline is None or self.clock() < state.deadline
-            while in_time and len(waiting) < depth and (config := search.ask()) is not None:
+
+        def in_time() -> bool:
+            # Whatever the time, something is tried: the default comes first.
+            return state.deadline is None or self.clock() < state.deadline or not search.outcomes
+
+        def fill() -> None:
+            while in_time() and len(waiting) < depth and (config := search.ask()) is not None:
                 waiting.append((config, pool.submit(job.template, job.problem, config)))
-            if not waiting or (not in_time and search.best(1)):
+
+        while True:
+            fill()
+            if not waiting or (not in_time() and search.best(1)):
                 return
             config, future = waiting.popleft()
-            outcome = self._judge(config, future)
+            verdict = self._judges.submit(self._judge, config, future)
+            fill()  # the sampler thinks while the GPU works
+            outcome = verdict.result()
             search.tell(outcome)
             self.summary.trials += 1
             lost = lost + 1 if outcome.status in (Status.CRASHED, Status.HUNG) else 0

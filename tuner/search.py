@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution, IntDistribution
 from optuna.storages import BaseStorage, JournalStorage, RDBStorage
@@ -213,9 +214,13 @@ class ProblemSearch:
         listed = list(candidates) if candidates is not None else self._listed()
         self.size = len(listed)
         self.exhaustive = self.size <= budget
-        self._unseen = dict.fromkeys(listed)
+        self._listing = listed
+        self._rows = {config: row for row, config in enumerate(listed)}
+        self._left = np.ones(len(listed), dtype=bool)
+        self._places = np.array([self._place(config) for config in listed])
         if self.exhaustive:
-            self._queue += [config for config in listed if config not in set(self._queue)]
+            queued = set(self._queue)
+            self._queue += [config for config in listed if config not in queued]
         self._distributions = {
             field: CategoricalDistribution(values) for field, values in self.choices.items()
         }
@@ -274,12 +279,12 @@ class ProblemSearch:
     @property
     def done(self) -> bool:
         """Whether the budget is spent or nothing is left to try."""
-        return len(self.outcomes) >= self.budget or (not self._queue and not self._unseen)
+        return len(self.outcomes) >= self.budget or (not self._queue and not self._left.any())
 
     @property
     def exhausted(self) -> bool:
         """Whether every candidate of the space was tried."""
-        return self.exhaustive and not self._unseen
+        return self.exhaustive and not self._left.any()
 
     # Ask and tell
 
@@ -295,25 +300,32 @@ class ProblemSearch:
             if self.space.infeasible(self.problem, config, self.device) is None:
                 return self._take(config, None)
             self.infeasible += 1
-        if self._sampling is not None:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                for _ in range(24):
-                    trial = self._sampling.ask(self._sampled)
-                    config = self._config_of(trial.params)
-                    if not self._is_new(config):
-                        known = self.outcomes.get(config)
-                        self._tell_sampler(trial, known)
-                        continue
-                    if self.space.infeasible(self.problem, config, self.device) is not None:
-                        self.infeasible += 1
-                        self._tell_sampler(trial, Outcome(config, Status.INFEASIBLE))
-                        continue
-                    return self._take(config, trial)
-        if not self._unseen:
+        if not self._left.any():
             return None
-        # TPE keeps proposing what is known or cannot run: take an untried one at random.
-        return self._take(self._random.choice(list(self._unseen)), None)
+        if self._sampling is None:
+            return self._take(self._listing[int(self._left.argmax())], None)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            trial = self._sampling.ask(self._sampled)
+        proposed = self._config_of(trial.params)
+        row = self._rows.get(proposed)
+        if row is not None and self._left[row]:
+            return self._take(proposed, trial)
+        # The sampler knows no constraint between fields, so most of its proposals cannot run or
+        # are known: try the nearest candidate that is left.
+        self._sampling.tell(trial, state=TrialState.FAIL)
+        self.infeasible += proposed not in self.outcomes and proposed not in self._asked
+        return self._take(self._nearest(proposed), None)
+
+    def _nearest(self, config: Any) -> Any:
+        """The untried candidate that is the fewest steps through the choices from ``config``."""
+        steps = np.abs(self._places - np.array(self._place(config))).sum(axis=1)
+        steps[~self._left] = np.iinfo(steps.dtype).max
+        nearest = np.flatnonzero(steps == steps.min())
+        return self._listing[self._random.choice(nearest.tolist())]
+
+    def _place(self, config: Any) -> list[int]:
+        return [values.index(getattr(config, name)) for name, values in self.choices.items()]
 
     def _config_of(self, params: Mapping[str, Any]) -> Any:
         """The config that the sampler means by its parameters."""
@@ -344,8 +356,13 @@ class ProblemSearch:
 
     def _take(self, config: Any, trial: optuna.Trial | None) -> Any:
         self._asked[config] = trial
-        self._unseen.pop(config, None)
+        self._strike(config)
         return config
+
+    def _strike(self, config: Any) -> None:
+        """Take a candidate off what is left to try."""
+        if (row := self._rows.get(config)) is not None:
+            self._left[row] = False
 
     def tell(self, outcome: Outcome) -> None:
         """Record a finished candidate: durably first, then for the sampler."""
@@ -362,7 +379,7 @@ class ProblemSearch:
 
     def _learn(self, outcome: Outcome, trial: Any) -> None:
         self.outcomes[outcome.config] = outcome
-        self._unseen.pop(outcome.config, None)
+        self._strike(outcome.config)
         if self._sampling is None:
             return
         with warnings.catch_warnings():
