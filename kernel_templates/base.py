@@ -249,11 +249,17 @@ class KernelTemplate(Generic[P, C]):
 
 
 def _code_of(function: Callable[..., Any]) -> str:
-    """A function's source without comments and blank lines."""
+    """A function's source without comments and blank lines.
+
+    Text rather than tokens: Python versions cut f-strings into different tokens.
+    """
     source = inspect.getsource(function)
-    dropped = (tokenize.COMMENT, tokenize.NL)
-    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
-    return " ".join(token.string for token in tokens if token.type not in dropped)
+    lines = source.splitlines()
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            row, column = token.start
+            lines[row - 1] = lines[row - 1][:column]
+    return "\n".join(line.rstrip() for line in lines if line.strip())
 
 
 @functools.cache
