@@ -37,6 +37,8 @@ from .trial import Outcome, Status
 LISTED = 200_000
 #: Penalty of a failed candidate, as a multiple of the slowest time seen.
 PENALTY = 4.0
+#: Distance between two choices that have no order, in steps between neighbouring numbers.
+OTHER_KIND = 3
 
 
 class FlockLock:
@@ -318,8 +320,14 @@ class ProblemSearch:
         return self._take(self._nearest(proposed), None)
 
     def _nearest(self, config: Any) -> Any:
-        """The untried candidate that is the fewest steps through the choices from ``config``."""
-        steps = np.abs(self._places - np.array(self._place(config))).sum(axis=1)
+        """The untried candidate that is the fewest steps through the choices from ``config``.
+
+        Another choice of a field that is no number, which may be one that fails, is worth
+        :data:`OTHER_KIND` steps.
+        """
+        away = np.abs(self._places - np.array(self._place(config)))
+        kinds = [isinstance(d, CategoricalDistribution) for d in self._sampled.values()]
+        steps = np.where(kinds, OTHER_KIND * (away > 0), away).sum(axis=1)
         steps[~self._left] = np.iinfo(steps.dtype).max
         nearest = np.flatnonzero(steps == steps.min())
         return self._listing[self._random.choice(nearest.tolist())]
