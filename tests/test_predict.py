@@ -159,8 +159,13 @@ def test_default_fp8_moe_row(limit: int, fits: bool) -> None:  # case 17
 
 @pytest.mark.parametrize(
     ("element", "limit", "fits"),
-    [(2, 166_912, False), (2, 232_448, False)]
-    + [(1, 101_376, False), (1, 166_912, True), (1, 232_448, True)],
+    [
+        (2, 166_912, False),
+        (2, 232_448, False),
+        (1, 101_376, False),
+        (1, 166_912, True),
+        (1, 232_448, True),
+    ],
 )
 def test_head_512_tile_64(element: int, limit: int, fits: bool) -> None:  # case 21
     needed = 2 * 2 * 64 * 512 * element  # K and V, two buffers; 131,072 B for one byte
