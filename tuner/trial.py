@@ -25,7 +25,7 @@ from kernel_templates.base import KernelTemplate, record_from_dict
 from .check import Verdict, compare, gaps_untouched, poison
 from .compile import load_template
 from .timing import CudaClock, HostClock, Timing
-from .worker import Fatal
+from .worker import Fatal, headline
 
 
 class Status(str, enum.Enum):
@@ -275,9 +275,8 @@ class Bench:
 
     def _classify(self, failure: Exception) -> tuple[Status, str]:
         """Status and reason of an exception; ends the process when the context is poisoned."""
-        text = str(failure).strip()
-        reason = f"{type(failure).__name__}: {text.splitlines()[0][:300] if text else ''}"
-        if any(mark in text.lower() for mark in STICKY):
+        reason = f"{type(failure).__name__}: {headline(failure)}"
+        if any(mark in str(failure).lower() for mark in STICKY):
             raise Fatal(reason) from failure
         try:
             # The error may have been queued by an earlier launch; a poisoned context says so here.

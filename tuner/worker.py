@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -169,6 +170,15 @@ class Worker:
         self.close()
 
 
+def headline(error: BaseException) -> str:
+    """An error's message in one line: its first, and its last where the first only tells a place,
+    as in Triton's compiler ("at 5:4:", source, reason)."""
+    lines = str(error).strip().splitlines()
+    if len(lines) > 1 and re.fullmatch(r"at \d+:\d+:", lines[0].strip()):
+        lines = [f"{lines[0].strip()} {lines[-1].strip()}"]
+    return lines[0][:500] if lines else ""
+
+
 def _exit_with_parent() -> None:
     """End this process when its parent is gone, however long a kernel keeps the main thread."""
     parent = os.getppid()
@@ -200,9 +210,7 @@ def serve(connection: Connection) -> None:
         except Fatal as error:
             answer = ("fatal", str(error))
         except Exception as error:
-            first = str(error).strip().splitlines()
-            answer = ("error", type(error).__name__, first[0][:500] if first else "", "")
-            answer = (*answer[:3], traceback.format_exc(limit=8))
+            answer = ("error", type(error).__name__, headline(error), traceback.format_exc(limit=8))
         connection.send(answer)
         if answer[0] == "fatal":
             return
