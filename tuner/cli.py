@@ -35,7 +35,8 @@ from .search import StorageError, open_storage
 
 app = typer.Typer(
     name="gemma-tune",
-    help="Find, check and emit the fastest launch configurations of Gemma 4's Triton kernels.",
+    help="Find, check and emit the fastest launch configurations of Gemma 4's Triton kernels.\n\n"
+    "Run it again to go on after an interruption: finished trials and problems are reused.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -96,7 +97,7 @@ def tune(
     model: Annotated[
         list[str] | None,
         typer.Option(help="Preset (e2b, e4b, 12b, 26b-a4b, 31b) or path of a Gemma 4 config.json; "
-                     "may be repeated.  [default: e2b]"),
+                     "may be repeated.", show_default="e2b"),
     ] = None,
     tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel ranks.")] = 1,
     templates_: Annotated[
@@ -105,8 +106,8 @@ def tune(
     ] = None,
     tokens: Annotated[
         str | None,
-        typer.Option(help="Token counts: 1,8,64 or a range 1-8192 (its powers of two).  "
-                     "[default: 1-8192]"),
+        typer.Option(help="Token counts: 1,8,64 or a range 1-8192 (its powers of two).",
+                     show_default="1-8192"),
     ] = None,
     draft_tokens: Annotated[
         int,
@@ -114,7 +115,8 @@ def tune(
                      "its verifying steps."),
     ] = 0,
     budget: Annotated[
-        str | None, typer.Option(help="Time for the whole run: 90s, 10m, 1h.  [default: no limit]")
+        str | None,
+        typer.Option(help="Time for the whole run: 90s, 10m, 1h.", show_default="no limit"),
     ] = None,
     trials: Annotated[int, typer.Option(min=1, help="Most candidates per problem.")] = 64,
     measure: Annotated[
@@ -124,22 +126,20 @@ def tune(
     ] = Measure.AUTO,
     storage: Annotated[
         str | None,
-        typer.Option(help="Optuna storage URL for the trials.  [default: a file in .gemma-tune]"),
+        typer.Option(help="Optuna storage URL for the trials.",
+                     show_default="a file in .gemma-tune"),
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option(help="Folder of the tables.  [default: the user's data folder, which the "
-                     "vLLM plugin reads]"),
+        typer.Option(help="Folder of the tables.",
+                     show_default="the user's data folder, which the vLLM plugin reads"),
     ] = None,
     jobs: Annotated[
-        int | None, typer.Option(min=1, help="Compile workers.  [default: one per core]")
+        int | None, typer.Option(min=1, help="Compile workers.", show_default="one per core")
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the search.")] = 0,
 ) -> None:  # fmt: skip
-    """Tune every kernel of the models for a GPU.
-
-    Run it again to go on after an interruption: finished trials and problems are reused.
-    """
+    """Tune every kernel of the models for a GPU."""
     if context.invoked_subcommand is not None:
         if gpu is not None:
             fail(f"--gpu goes behind {context.invoked_subcommand!r}")
@@ -312,7 +312,8 @@ def show(
     template: Annotated[str | None, typer.Option(help="Only this kernel.")] = None,
     model: Annotated[str | None, typer.Option(help="Only this model's problems.")] = None,
     configs: Annotated[
-        Path | None, typer.Option(help="Folder of the tables.  [default: shipped and user's]")
+        Path | None,
+        typer.Option(help="Folder of the tables.", show_default="shipped and user's"),
     ] = None,
 ) -> None:
     """Show tuned entries: config, times and where they come from."""
@@ -328,7 +329,7 @@ def show(
 def lint(
     paths: Annotated[
         list[Path] | None,
-        typer.Argument(help="Tables or folders of tables.  [default: shipped and user's]"),
+        typer.Argument(help="Tables or folders of tables.", show_default="shipped and user's"),
     ] = None,
     max_tokens: Annotated[
         int, typer.Option(min=1, help="Largest token count that is served.")
@@ -353,7 +354,8 @@ def explain(
     model: Annotated[str, typer.Option(help="Preset or path of a config.json.")] = "e2b",
     tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel ranks.")] = 1,
     configs: Annotated[
-        Path | None, typer.Option(help="Folder of the tables.  [default: shipped and user's]")
+        Path | None,
+        typer.Option(help="Folder of the tables.", show_default="shipped and user's"),
     ] = None,
 ) -> None:
     """Say which config a launch with that many tokens takes, and why."""
