@@ -39,12 +39,19 @@ COMPILE_TIMEOUT = 60.0
 
 @dataclass(frozen=True)
 class Resources:
-    """What one program of a binary takes: registers and local memory per thread, shared memory."""
+    """What one program of a binary takes: registers and local memory per thread, shared memory.
+
+    ``instructions``, ``access_bytes`` (of device memory) and ``barriers`` count what stands in the
+    code of one thread once, however often a loop repeats it and whichever branch is taken.
+    """
 
     registers: int
     spill_bytes: int
     shared_bytes: int
     num_warps: int
+    instructions: int = 0
+    access_bytes: int = 0
+    barriers: int = 0
 
     def infeasible(self, device: DeviceInfo) -> str | None:
         """Reason why this binary cannot run on the device, or None."""
@@ -129,7 +136,13 @@ class Compiler:
             registers, local = _usage(binary.asm["cubin"])
             found.append(
                 dataclasses.asdict(
-                    Resources(registers, local, binary.metadata.shared, call.num_warps)
+                    Resources(
+                        registers,
+                        local,
+                        binary.metadata.shared,
+                        call.num_warps,
+                        *_counts(binary.asm["ptx"]),
+                    )
                 )
             )
         return found
@@ -144,6 +157,25 @@ def load_template(module: str) -> KernelTemplate[Any, Any]:
 def template_module(template: KernelTemplate[Any, Any]) -> str:
     """The module a worker must import to find this template."""
     return template.calls.__module__
+
+
+_INSTRUCTION = re.compile(r"^\s*(?:@!?%\w+\s+)?([a-z][\w.:]*)[^;{]*(?:\{[^}]*\}[^;]*)?;", re.M)
+_ACCESS = re.compile(r"(?:ld|st)\.global[\w.:]*?(?:\.v(\d))?\.[bfsu](\d+)$")
+_ASYNC_COPY = re.compile(r"cp\.async\.\w+\.shared\.global[^;]*?, (0x[0-9a-f]+|\d+)")
+
+
+def _counts(ptx: str) -> tuple[int, int, int]:
+    """(instructions, bytes of device memory accessed, barriers) in the PTX of one thread."""
+    names = _INSTRUCTION.findall(ptx)
+    accessed = sum(int(found) for found in map(_width, names) if found)
+    copies = [int(size, 0) for size in _ASYNC_COPY.findall(ptx)]
+    return len(names), accessed + sum(copies), sum(name.startswith("bar.sync") for name in names)
+
+
+def _width(name: str) -> int:
+    """Bytes that a load or store of device memory moves, 0 for another instruction."""
+    found = _ACCESS.fullmatch(name)
+    return int(found[1] or 1) * int(found[2]) // 8 if found else 0
 
 
 def _usage(cubin: bytes) -> tuple[int, int]:
