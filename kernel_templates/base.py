@@ -203,7 +203,7 @@ class KernelTemplate(Generic[P, C]):
     the fields of a problem that only change the amount of work, never the compiled binary.
     ``exact_outputs`` must equal the reference bit for bit (integers, such as expert ids).
     ``stock_config`` is given where a server runs a hand-written kernel: the config with that
-    kernel's algorithm and constants, which then is the stock peer instead of the compiled reference.
+    kernel's algorithm and constants, which is the stock peer in place of the compiled reference.
     """
 
     name: str
