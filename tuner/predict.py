@@ -7,15 +7,16 @@ A plain model, meant to rank and never to be quoted as a time::
     passes = bytes of a program / bytes that its code moves when run through once, at least 1
     pass   = latency + instructions x instruction + barriers x barrier
 
-Bytes and FLOP are the least that the problem needs; what spills is traffic on top.  How many
+Bytes and FLOP are the least that the problem needs; what spills is traffic on top. How many
 programs fit follows from registers, shared memory, threads and blocks per SM; instructions and
-barriers are counted in the binary's PTX.  The first term is the roofline (Williams et al., 2009); the
-second is what a program takes that waits for memory, works through its instructions and repeats that.
+barriers are counted in the binary's PTX. The first term is the roofline (Williams et al., 2009);
+the second is what a program takes that waits for memory, works through its instructions and
+repeats that.
 
 The constants were fitted to 5,562 trials of the four templates for E2B and 26B-A4B, measured by
-this project on an NVIDIA H200 on 2026-12-01.  Fitted on half the kinds of problems, the model missed
-the times of the other half by 12 % in the median.  A config that it called 5 to 20 % faster than the
-default was not faster on average, hence :data:`LEAST_GAIN`.
+this project on an NVIDIA H200 on 2026-12-01. Fitted on half the kinds of problems, the model
+missed the times of the other half by 12 % in the median. A config that it called 5 to 20 % faster
+than the default was not faster on average, hence :data:`LEAST_GAIN`.
 """
 
 from __future__ import annotations
