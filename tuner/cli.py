@@ -304,6 +304,8 @@ def list_() -> None:
         soft_wrap=True,
     )
     OUT.print(queries.tables_at_hand(places.roots()))
+    OUT.print(f"shipped tables: {places.shipped_root()}", highlight=False, soft_wrap=True)
+    OUT.print(f"your tables: {places.user_root()}", highlight=False, soft_wrap=True)
 
 
 @app.command()

@@ -29,18 +29,18 @@ from tuned_configs.store import read_table
 
 from .device import DeviceError, from_data_file, known_gpus, matches
 from .places import devices_with_tables
-from .report import config_text, verdict
+from .report import config_text, us, verdict
 
 
 def tables_at_hand(roots: Sequence[Path]) -> Table:
-    """One row per table: GPU, kernel, entries measured and predicted, models, file."""
-    table = Table("GPU", "kernel", "measured", "predicted", "models", "file", title="Tables")
+    """One row per table: GPU, kernel, entries measured and predicted, models."""
+    table = Table("GPU", "kernel", "measured", "predicted", "models", title="Tables")
     for device, paths in devices_with_tables(list(roots)).items():
         for path in paths:
             try:
                 found = read_table(path)
             except TableError as error:
-                table.add_row(device, path.stem, "-", "-", "-", Text(str(error), style="red"))
+                table.add_row(device, path.stem, "-", "-", Text(str(error), style="red"))
                 continue
             measured = sum(_is_measured(found.runs, entry) for entry in found.entries)
             models = sorted({model for entry in found.entries for model in entry.models})
@@ -50,7 +50,6 @@ def tables_at_hand(roots: Sequence[Path]) -> Table:
                 str(measured),
                 str(len(found.entries) - measured),
                 ", ".join(models),
-                Text(str(path), overflow="fold"),
             )
     return table
 
@@ -58,8 +57,8 @@ def tables_at_hand(roots: Sequence[Path]) -> Table:
 def show(
     roots: Sequence[Path], gpu: str, template: str | None, model: str | None
 ) -> Iterator[Table | Text]:
-    """The entries of every table of the GPUs that ``gpu`` means, one rich table per file; for a
-    broken one what is wrong with it."""
+    """The entries of every table of the GPUs that ``gpu`` means: per file a line that says where it
+    comes from, then a rich table per kind of problem; for a broken one what is wrong with it."""
     for device, paths in devices_with_tables(list(roots)).items():
         if not _means(gpu, device):
             continue
@@ -74,19 +73,45 @@ def show(
             entries = [e for e in found.entries if model is None or model in e.models]
             if not entries:
                 continue
-            shown = Table(title=f"{found.template} on {device} ({path})")
-            for name in ("problem", "tokens", "result", "config", "from"):
-                shown.add_column(name, overflow="fold")
-            for entry in entries:
-                run = found.runs[entry.run]
-                shown.add_row(
-                    _kind(found.template, entry),
-                    str(entry.problem.get("tokens", "-")),
-                    verdict(entry),
-                    config_text(entry.config),
-                    f"{run.provenance} {run.finished_at[:10]}, triton {run.triton}",
+            yield Text(f"{found.template} on {device} ({path})", style="bold")
+            for name in sorted({entry.run for entry in entries}):
+                run = found.runs[name]
+                yield Text(
+                    f"  {run.provenance} {run.finished_at}, triton {run.triton}, "
+                    f"torch {run.torch}, driver {run.device.driver or 'none'}"
                 )
-            yield shown
+            kinds: dict[str, list[Entry]] = {}
+            for entry in entries:
+                kinds.setdefault(_kind(found.template, entry), []).append(entry)
+            for kind, those in kinds.items():
+                yield _shown(kind, those)
+
+
+def _shown(kind: str, entries: Sequence[Entry]) -> Table:
+    """One row per token count: what was chosen, its time, and what it is compared with."""
+    shown = Table(title=kind, title_justify="left")
+    for name in ("tokens", "result", "us", "vs default", "vs stock"):
+        shown.add_column(name, justify="right", no_wrap=True)
+    shown.add_column("config", overflow="fold")
+    for entry in entries:
+        if entry.time_us is not None:
+            time = entry.time_us.median
+            default = entry.default_us.median if entry.default_us else None
+            stock = entry.stock_us.median if entry.stock_us else None
+            result = str(entry.verdict)
+        else:
+            assert entry.predicted_us is not None
+            time, default = entry.predicted_us.config, entry.predicted_us.default
+            stock, result = None, f"{entry.verdict} (predicted)"
+        shown.add_row(
+            str(entry.problem.get("tokens", "-")),
+            result,
+            us(time).removesuffix(" us"),
+            "-" if default is None else f"{default / time:.2f}x",
+            "-" if stock is None else f"{stock / time:.2f}x",
+            config_text(entry.config),
+        )
+    return shown
 
 
 def lint_all(paths: Sequence[Path], max_tokens: int) -> list[Finding]:
