@@ -403,3 +403,18 @@ def test_probe_refuses_a_wrong_selection(
 def test_importing_starts_no_cuda() -> None:
     code = "import tuner.device, torch; assert not torch.cuda.is_initialized()"
     subprocess.run(child(code), check=True, timeout=120)
+
+
+@pytest.mark.parametrize(
+    ("own", "others"),
+    [(11, ["12 (300 MiB)"]), (99, ["12 (300 MiB)"]), (None, ["11 (500 MiB)", "12 (300 MiB)"])],
+)
+def test_other_processes_on_the_gpu(
+    own: int | None, others: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # 99 is not listed: the driver prints the host's ids, and one of them is ours.
+    listed = "GPU-a, 11, 500 MiB\nGPU-a, 12, 300 MiB\nGPU-b, 13, 100 MiB\nnonsense\n"
+    monkeypatch.setattr(dev, "_nvidia_smi", lambda arguments, seconds: listed)
+    assert dev.other_processes("GPU-a", own) == others
+    monkeypatch.setattr(dev, "_nvidia_smi", lambda arguments, seconds: None)
+    assert dev.other_processes("GPU-a", own) == []

@@ -262,6 +262,25 @@ def driver_uuids(seconds: float = PROBE_SECONDS) -> list[str]:
     return re.findall(r"UUID: ((?:GPU|MIG)-[^)\s]+)", _nvidia_smi(["-L"], seconds) or "")
 
 
+def other_processes(uuid: str | None, own: int | None, seconds: float = 20.0) -> list[str]:
+    """Processes other than ``own`` that have a GPU open to compute on it, as ``pid (memory)``.
+
+    Empty where ``nvidia-smi`` does not say.  In a container it may print the host's process ids;
+    then ``own`` is not among them and one entry is taken to be it.
+    """
+    query = ["--query-compute-apps=gpu_uuid,pid,used_memory", "--format=csv,noheader"]
+    rows = [
+        [part.strip() for part in line.split(",")]
+        for line in (_nvidia_smi(query, seconds) or "").splitlines()
+        if line.count(",") == 2
+    ]
+    here = [row for row in rows if uuid is None or row[0] == uuid]
+    others = [row for row in here if row[1] != str(own)]
+    if own is not None and len(others) == len(here):
+        others = others[1:]
+    return [f"{pid} ({memory})" for _, pid, memory in others]
+
+
 def _tokens(text: str) -> list[str]:
     return re.findall(r"[a-z0-9]+", text.lower())
 

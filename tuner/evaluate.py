@@ -8,6 +8,7 @@ An evaluator serves one problem at a time: ``open`` it, ``evaluate`` candidates 
 from __future__ import annotations
 
 import dataclasses
+import time
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,11 +20,16 @@ import triton
 from kernel_templates.base import DeviceInfo, KernelTemplate, record_to_dict
 
 from .compile import Resources, template_module
+from .device import other_processes
 from .predict import LEAST_GAIN, predict_us
 from .search import ProblemSearch
 from .timing import Timing, compare_paired
 from .trial import Outcome, Status
 from .worker import RemoteError, Worker, WorkerDied, WorkerError, WorkerTimeout
+
+
+#: Seconds for which an answer about other processes on the GPU holds.
+COMPANY_SECONDS = 15.0
 
 
 class Refused(Exception):
@@ -115,6 +121,9 @@ class Measuring:
         self._problem: Any = None
         self._prepared = 0
         self._versions: dict[str, str] | None = None
+        self._on_gpu = str(options.get("device", "")).startswith("cuda")
+        self._company: list[str] = []
+        self._asked = -COMPANY_SECONDS
 
     def versions(self) -> Mapping[str, str]:
         if self._versions is None:
@@ -196,6 +205,10 @@ class Measuring:
             if not tuned:
                 winner, gain = base, 0.0
         outcome = search.outcomes[contestants[winner]]
+        if others := self.company():
+            notes.append(
+                f"times are doubtful: other processes compute on this GPU: {', '.join(others)}"
+            )
         return Decision(
             config=contestants[winner],
             tuned=tuned,
@@ -207,6 +220,14 @@ class Measuring:
             max_error=outcome.max_error,
             notes=tuple(notes),
         )
+
+    def company(self) -> list[str]:
+        """Other processes that compute on the GPU; asked anew after :data:`COMPANY_SECONDS`."""
+        now = time.monotonic()
+        if self._on_gpu and now - self._asked >= COMPANY_SECONDS:
+            self._asked = now
+            self._company = other_processes(self.uuid, self.worker.pid)
+        return self._company
 
     def _finals(self, configs: Sequence[Any], stock: bool) -> list[list[float]]:
         self._ready()

@@ -43,6 +43,8 @@ from .trial import Outcome, Status
 
 #: Candidates compiled ahead of the one being judged, per compile worker.
 LOOK_AHEAD = 1
+#: Trials after which those of other tuners on the same storage are taken in.
+SYNC_TRIALS = 16
 #: Crashes and hangs in a row after which a problem's search ends with what it has.
 LOST_IN_A_ROW = 6
 
@@ -294,6 +296,8 @@ class Tuner:
             outcome = verdict.result()
             search.tell(outcome)
             self.summary.trials += 1
+            if self.summary.trials % SYNC_TRIALS == 0:
+                search.sync()  # what other tuners on this storage have found
             lost = lost + 1 if outcome.status in (Status.CRASHED, Status.HUNG) else 0
             self.reporter.progress(state, outcome)
             if lost >= LOST_IN_A_ROW:
