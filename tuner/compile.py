@@ -7,6 +7,7 @@ measuring process (and later the server) looks up.
 
 from __future__ import annotations
 
+import builtins
 import concurrent.futures
 import dataclasses
 import hashlib
@@ -66,6 +67,18 @@ class Resources:
 
 class CompileError(Exception):
     """A candidate has no usable binary; the message says why."""
+
+
+class CompilerBroken(OSError):
+    """The machine refuses what any compilation needs (a cache it may write, room on the disk).
+
+    It says nothing about the candidate, hence must not be recorded as the candidate's failure.
+    """
+
+
+def _is_os_error(kind: str) -> bool:
+    found = getattr(builtins, kind, None)
+    return isinstance(found, type) and issubclass(found, OSError)
 
 
 def call_key(call: KernelCall) -> str:
@@ -206,7 +219,8 @@ class CompilePool:
     """Compile workers for one capability; every binary is compiled once.
 
     ``submit`` returns a future of the list of :class:`Resources`, one per kernel of the config; it
-    raises :class:`CompileError` with the reason when there is no binary.
+    raises :class:`CompileError` with the reason when there is no binary, :class:`CompilerBroken`
+    when this machine cannot compile at all.
     """
 
     def __init__(self, capability: int, jobs: int | None = None) -> None:
@@ -250,6 +264,8 @@ class CompilePool:
             )
             return [Resources(**fields) for fields in found]
         except (RemoteError, WorkerDied, WorkerTimeout) as error:
+            if isinstance(error, RemoteError) and _is_os_error(error.kind):
+                raise CompilerBroken(f"nothing can be compiled here: {error}") from error
             raise CompileError(str(error)) from error
         finally:
             self._idle.put(worker)
