@@ -346,14 +346,17 @@ class Tuner:
         found = search.finals
         if not found or not found.get("complete"):
             return None
-        if found.get("trials", 0) < self.settings.trials and not search.exhausted:
+        trials, run_name = found.get("trials", 0), found.get("run_name")
+        if not isinstance(trials, int) or not isinstance(run_name, str):
+            return None  # edited by hand
+        if trials < self.settings.trials and not search.exhausted:
             return None
         try:
             entry = Entry.model_validate(found["entry"])
             run = Run.model_validate(found["run"])
         except (KeyError, ValidationError):
             return None
-        return found["run_name"], run, entry
+        return run_name, run, entry
 
     def _undecided(self, job: Job, reason: str) -> None:
         self.summary.undecided.append((job, reason))

@@ -9,6 +9,7 @@ trials with a finite penalty.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import json
@@ -129,6 +130,8 @@ def mend_journal(path: Path) -> str | None:
     """
     if not path.exists():
         return None
+    if not path.is_file() and not path.is_dir():  # a pipe would hang, a device never end
+        raise OSError(errno.EINVAL, "it is no regular file")
     data = path.read_bytes()
     keep = lines = 0
     for line in data.splitlines(keepends=True):
@@ -273,7 +276,7 @@ class ProblemSearch:
     def finals(self) -> dict[str, Any] | None:
         """The stored result of the finals, if this problem was already decided."""
         found = self._durable.user_attrs.get("finals")
-        return dict(found) if found else None
+        return dict(found) if found and isinstance(found, dict) else None
 
     def store_finals(self, result: Mapping[str, Any]) -> None:
         self._durable.set_user_attr("finals", dict(result))

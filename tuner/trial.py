@@ -12,6 +12,7 @@ import dataclasses
 import enum
 import functools
 import gc
+import math
 import platform
 import types
 from collections.abc import Callable, Mapping, Sequence
@@ -67,7 +68,17 @@ class Outcome:
 
     @staticmethod
     def from_dict(config: Any, values: Mapping[str, Any]) -> Outcome:
-        return Outcome(config, **{**values, "status": Status(values["status"])})
+        """The inverse of :meth:`to_dict`; KeyError, TypeError or ValueError for anything else."""
+        found = Outcome(config, **{**values, "status": Status(values["status"])})
+        for name in ("time_us", "spread_us", "error_ratio", "max_error"):
+            value = getattr(found, name)
+            if value is not None and (isinstance(value, bool) or not math.isfinite(value)):
+                raise ValueError(f"{name} is {value!r}, wanted a finite number")
+        if (found.status is Status.OK) != (found.time_us is not None and found.time_us > 0):
+            raise ValueError(f"status {found.status.value} with time {found.time_us!r}")
+        if not isinstance(found.reason, str) or not isinstance(found.resources, dict):
+            raise TypeError("reason or resources are of another type")
+        return found
 
 
 @dataclass(frozen=True)
