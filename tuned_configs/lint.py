@@ -48,8 +48,11 @@ def lint(
     what a file itself tells is checked.
     """
     path = Path(path_or_folder)
-    if not path.exists():
-        return [Finding("error", path, None, "no such file or folder")]
+    try:
+        if not path.exists():
+            return [Finding("error", path, None, "no such file or folder")]
+    except OSError as error:
+        return [Finding("error", path, None, f"cannot be read: {error.strerror or error}")]
     findings: list[Finding] = []
     for file in _files(path):
         try:

@@ -81,7 +81,10 @@ def parse_utc(text: str) -> datetime:
     return moment.replace(microsecond=int(fraction.ljust(6, "0"))) if fraction else moment
 
 
-Name = Annotated[str, StringConstraints(min_length=1, pattern=r"^\S(.*\S)?$")]
+# Printed as they are, hence without control characters, which a terminal would obey.
+Name = Annotated[
+    str, StringConstraints(min_length=1, pattern=r"^[^\s\p{C}]([^\p{C}]*[^\s\p{C}])?$")
+]
 Identifier = Annotated[str, AfterValidator(_field_name)]
 Fields = dict[Identifier, Annotated[Any, AfterValidator(_field_value)]]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]

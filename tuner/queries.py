@@ -225,8 +225,11 @@ def _validate(
     except ValueError as error:
         return str(error)
     here = _device_of(device)
-    for name, values in space.choices(wanted, here).items():
-        value = getattr(candidate, name)
-        if value not in values:
-            return f"{name} is {value!r}, wanted one of {', '.join(map(repr, values))}"
-    return space.infeasible(wanted, candidate, here)
+    try:
+        for name, values in space.choices(wanted, here).items():
+            value = getattr(candidate, name)
+            if value not in values:
+                return f"{name} is {value!r}, wanted one of {', '.join(map(repr, values))}"
+        return space.infeasible(wanted, candidate, here)
+    except OverflowError as error:
+        return f"a number is too large: {error}"
