@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import io
 import re
+import sys
 import tempfile
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -47,6 +49,8 @@ OUT = Console(markup=False, emoji=False)
 LOG = Console(stderr=True, markup=False, emoji=False)
 
 FAILED, USAGE, NO_GPU, INTERRUPTED = 1, 2, 3, 130
+#: Rows times columns, and times the experts of a token, must stay within int64.
+MOST_TOKENS = 2**40
 
 
 class Measure(str, enum.Enum):
@@ -65,7 +69,7 @@ def fail(message: str, code: int = USAGE) -> NoReturn:
 
 def seconds_of(text: str) -> float:
     """``90``, ``90s``, ``10m``, ``1.5h`` in seconds; BadParameter otherwise."""
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([smh]?)\s*", text)
+    found = re.fullmatch(r"\s*([0-9]{1,9}(?:\.[0-9]+)?)\s*([smh]?)\s*", text)
     if not found or float(found[1]) == 0:
         raise typer.BadParameter(f"{text!r} is no duration; wanted for example 90s, 10m or 1.5h")
     return float(found[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[found[2]]
@@ -75,12 +79,14 @@ def counts_of(text: str) -> tuple[int, ...]:
     """``1,8,64`` or ``1-8192`` (powers of two of that range) as token counts."""
     counts: set[int] = set()
     for part in text.split(","):
-        found = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", part)
+        found = re.fullmatch(r"\s*([0-9]{1,18})\s*(?:-\s*([0-9]{1,18})\s*)?", part)
         if not found or int(found[1]) < 1 or (found[2] and int(found[2]) < int(found[1])):
             raise typer.BadParameter(
                 f"{part!r} is no token count; wanted for example 1,8,64 or 1-8192"
             )
         low, high = int(found[1]), int(found[2] or found[1])
+        if high > MOST_TOKENS:
+            raise typer.BadParameter(f"{high} tokens are more than the {MOST_TOKENS} of any launch")
         powers = {1 << shift for shift in range(high.bit_length())}
         counts |= {low, high} | {power for power in powers if low <= power <= high}
     return tuple(sorted(counts))
@@ -135,9 +141,10 @@ def tune(
                      show_default="the user's data folder, which the vLLM plugin reads"),
     ] = None,
     jobs: Annotated[
-        int | None, typer.Option(min=1, help="Compile workers.", show_default="one per core")
+        int | None,
+        typer.Option(min=1, max=1024, help="Compile workers.", show_default="one per core"),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the search.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Seed of the search.")] = 0,
 ) -> None:  # fmt: skip
     """Tune every kernel of the models for a GPU."""
     if context.invoked_subcommand is not None:
@@ -164,9 +171,9 @@ def tune(
 
 def _require_writable(folder: Path) -> None:
     """Make the folder of the tables; exits when it cannot be written, before any work is done."""
-    if folder.exists() and not folder.is_dir():
-        fail(f"{folder} is no folder, wanted one for the tables (--out)")
     try:
+        if folder.exists() and not folder.is_dir():
+            fail(f"{folder} is no folder, wanted one for the tables (--out)")
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass
@@ -384,7 +391,15 @@ def _roots(configs: Path | None) -> list[Path]:
 
 def main() -> None:
     """Entry point of the console script."""
-    app()
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a name may hold what the terminal cannot show
+            stream.reconfigure(errors="backslashreplace")
+    try:
+        app()
+    except OSError as error:  # a full disk behind stdout, a folder that may not be searched
+        with contextlib.suppress(OSError):
+            LOG.print(Text(f"error: {error}", style="bold red"), soft_wrap=True)
+        sys.exit(FAILED)
 
 
 if __name__ == "__main__":

@@ -30,8 +30,9 @@ def shipped_root() -> Path:
 def user_root() -> Path:
     """The user's own tables: ``GEMMA_TUNE_CONFIGS``, else the user's data folder."""
     if configured := os.environ.get("GEMMA_TUNE_CONFIGS"):
-        return Path(configured).expanduser()
-    data = os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share"
+        return Path(os.path.expanduser(configured))
+    # Not Path.home: it raises where nobody knows of a home.
+    data = os.environ.get("XDG_DATA_HOME") or os.path.expanduser("~/.local/share")
     return Path(data) / "gemma-tune" / "tuned_configs"
 
 
