@@ -17,6 +17,7 @@ from tuned_configs.faults import TableError
 from tuned_configs.lint import lint
 from tuned_configs.store import read_table
 from tuner import cli, compile, places, queries
+from tuner.model import PRESET_FOLDER, ModelConfigError, load_model
 from tuner.run import Settings, Tuner
 from tuner.search import ProblemSearch, StorageError, open_storage
 from tuner.trial import Outcome, Status
@@ -228,3 +229,31 @@ def test_finals_of_wrong_types(finals: Any, tmp_path: Path) -> None:
     tuner = object.__new__(Tuner)
     tuner.settings = Settings(tmp_path, trials=9)
     assert tuner._stored(search) is None
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "wanted"),
+    [
+        ("head_dim", 10**400, "head_dim"),
+        ("global_head_dim", 10**400, "global_head_dim"),
+        ("num_experts", 10**400, "num_experts"),
+        ("num_hidden_layers", 10**12, "num_hidden_layers"),
+    ],
+)
+def test_a_model_of_absurd_size(field: str, value: int, wanted: str, tmp_path: Path) -> None:
+    """Floats overflowed, and layers without a list of their kinds filled the memory."""
+    config = json.loads((PRESET_FOLDER / "26b-a4b.json").read_text())
+    config["text_config"][field] = value
+    del config["text_config"]["layer_types"]
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config))
+    with pytest.raises(ModelConfigError, match=wanted):
+        load_model(str(path))
+
+
+def test_a_model_with_a_number_of_thousands_of_digits(tmp_path: Path) -> None:
+    """Python refuses to convert it, in a traceback."""
+    path = tmp_path / "config.json"
+    path.write_text('{"hidden_size": ' + "9" * 5000 + "}")
+    with pytest.raises(ModelConfigError, match="a number cannot be read"):
+        load_model(str(path))

@@ -26,8 +26,10 @@ _GEMMA4_TYPE = re.compile(r"gemma4(_unified)?(_text|_assistant)?")
 _GEMMA4_ARCHITECTURE = re.compile(r"Gemma4(Unified)?(Assistant)?For\w+")
 _WANTED_TYPE = "a Gemma 4 type such as 'gemma4_text'"
 
-PositiveInt = Annotated[int, Field(gt=0)]
-NonNegativeInt = Annotated[int, Field(ge=0)]
+# Limits no model comes near, so that sizes multiply within int64 and layers fit the memory.
+PositiveInt = Annotated[int, Field(gt=0, le=2**31 - 1)]
+NonNegativeInt = Annotated[int, Field(ge=0, le=2**31 - 1)]
+Layers = Annotated[int, Field(gt=0, le=10_000)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
@@ -92,7 +94,7 @@ class TextConfig(_Schema):
 
     hidden_size: PositiveInt
     intermediate_size: PositiveInt
-    num_hidden_layers: PositiveInt
+    num_hidden_layers: Layers
     num_attention_heads: PositiveInt
     num_key_value_heads: PositiveInt
     vocab_size: PositiveInt = 262_144
@@ -331,6 +333,8 @@ def read_config_file(path: Path, name: str) -> ModelConfig:
         raise ModelConfigError(
             f"{path}: byte {error.start} is not UTF-8, wanted a config.json"
         ) from None
+    except ValueError as error:  # an integer of thousands of digits
+        raise ModelConfigError(f"{path}: a number cannot be read ({error})") from None
     except OSError as error:
         raise ModelConfigError(f"{path}: cannot be read ({error.strerror})") from None
     return parse_config(raw, str(path), name)
