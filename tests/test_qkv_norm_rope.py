@@ -212,7 +212,7 @@ def test_rope_cache_is_proportional() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"kv": "both"}, "kv is 'both', wanted one of none, k_eq_v, separate"),
+        ({"kv": "both"}, "kv is 'both', wanted one of shared, k_eq_v, separate"),
         ({"k_out": None}, r"k_out is None, wanted \(4, 32\)"),
         ({"v_out": torch.empty(4, 64)}, r"v_out is \(4, 64\), wanted \(4, 32\)"),
         ({"v_out": torch.empty(4, 32)}, r"dtype of v_out is torch.float32, wanted torch.float16"),
