@@ -204,6 +204,7 @@ class KernelTemplate(Generic[P, C]):
     ``exact_outputs`` must equal the reference bit for bit (integers, such as expert ids).
     ``stock_config`` is given where a server runs a hand-written kernel: the config with that
     kernel's algorithm and constants, which is the stock peer in place of the compiled reference.
+    ``fits(inputs)`` raises ValueError for operands that do not fit together.
     """
 
     name: str
@@ -219,11 +220,44 @@ class KernelTemplate(Generic[P, C]):
     same_kernel: tuple[str, ...] = ("tokens",)
     exact_outputs: tuple[str, ...] = ()
     stock_config: Callable[[P], C] | None = None
+    fits: Callable[[Any], None] | None = None
 
     def launch(self, inputs: Any, config: C) -> None:
-        """Run the kernel: reads ``inputs``' operands, writes its outputs."""
+        """Run the kernel: reads ``inputs``' operands, writes its outputs.
+
+        ValueError, before anything is launched, for inputs that would give a wrong answer.
+        """
+        self.check(inputs)
         for call in self.calls(inputs, config):
             call.run()
+
+    def check(self, inputs: Any) -> None:
+        """ValueError naming an operand or output that cannot be launched on.
+
+        What no kernel here can take, then what this template's ``fits`` says.
+        """
+        outputs = inputs.outputs()
+        tensors = {**inputs.operands(), **outputs}
+        devices = {str(tensor.device) for tensor in tensors.values()}
+        if len(devices) > 1:
+            raise ValueError(
+                f"{self.name}: tensors on {' and '.join(sorted(devices))}, wanted one device"
+            )
+        places: dict[tuple[int, torch.Size], str] = {}
+        for name, tensor in outputs.items():
+            if any(
+                step == 0 and size > 1
+                for step, size in zip(tensor.stride(), tensor.shape, strict=True)
+            ):
+                raise ValueError(
+                    f"{self.name}: {name} has strides {tensor.stride()} for shape "
+                    f"{tuple(tensor.shape)}, wanted memory of its own for every element"
+                )
+            other = places.setdefault((tensor.data_ptr(), tensor.shape), name)
+            if other != name and tensor.numel() and tensor.device.type != "meta":
+                raise ValueError(f"{self.name}: {other} and {name} are the same memory")
+        if self.fits is not None:
+            self.fits(inputs)
 
     def kernel_problem(self, problem: P) -> P:
         """The representative of all problems that share this one's compiled binaries."""

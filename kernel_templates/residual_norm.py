@@ -327,6 +327,52 @@ def _looped_kernel(
                     tl.store(out2 + row * out2_stride + columns, o, mask=mask)
 
 
+def fits(inputs: ResidualNormInputs) -> None:
+    """ValueError naming the first operand that is missing or does not fit the residual stream."""
+
+    def wrong(name: str, found: object, wanted: object) -> ValueError:
+        return ValueError(f"residual_norm: {name} is {found}, wanted {wanted}")
+
+    stream = inputs.residual
+    if stream.dim() != 2 or not stream.is_floating_point():
+        found = f"{stream.dtype} {tuple(stream.shape)}"
+        raise wrong("residual", found, "floating-point [tokens, hidden]")
+    rows, row = tuple(stream.shape), tuple(stream.shape[1:])
+    second = inputs.branch1 is not None
+    wanted: dict[str, tuple[int, ...] | None] = {
+        "branch0": rows,
+        "branch1": rows if second else None,
+        "h_out": rows,
+        "branch0_weight": row,
+        "branch1_weight": row if second else None,
+        "sum_weight": row if second else None,
+    }
+    ended = False
+    for index in range(MAX_NORMS):
+        weight = getattr(inputs, f"norm_weight{index}")
+        if weight is not None and ended:
+            raise wrong(f"norm_weight{index - 1}", None, "the norms to be given from 0 on")
+        ended = weight is None
+        wanted[f"norm_weight{index}"] = None if ended else row
+        wanted[f"norm_out{index}"] = None if ended else rows
+    for name, shape in wanted.items():
+        tensor = getattr(inputs, name)
+        given = None if tensor is None else tuple(tensor.shape)
+        if given != shape:
+            raise wrong(name, given, shape)
+        if tensor is not None and tensor.dtype != stream.dtype:
+            raise wrong(f"dtype of {name}", tensor.dtype, f"{stream.dtype} as residual")
+    scalar = inputs.scalar
+    if isinstance(scalar, torch.Tensor):
+        if scalar.numel() != 1 or not scalar.is_floating_point():
+            found = f"{scalar.dtype} {tuple(scalar.shape)}"
+            raise wrong("scalar", found, "one floating-point element")
+    elif scalar is not None and not isinstance(scalar, (int, float)):
+        raise wrong("scalar", type(scalar).__name__, "a number or a tensor of one element")
+    if not -1 <= inputs.router < MAX_NORMS:
+        raise wrong("router", inputs.router, f"-1 to {MAX_NORMS - 1}")
+
+
 def calls(inputs: ResidualNormInputs, config: Config) -> list[KernelCall]:
     """The launch for these inputs; ValueError when the operands do not fit together."""
     tokens, hidden = inputs.residual.shape
@@ -511,4 +557,5 @@ TEMPLATE = KernelTemplate(
     default=default,
     cost=cost,
     describe=describe,
+    fits=fits,
 )

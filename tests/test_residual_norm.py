@@ -176,3 +176,37 @@ def test_a_wrong_output_is_seen() -> None:
     verdict = compare(outputs, exact, same)
     assert not verdict.ok
     assert verdict.outputs["h_out"].first_bad == (2, 7)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"residual": torch.empty(3, 96)}, r"branch0 is \(5, 96\), wanted \(3, 96\)"),
+        ({"residual": torch.empty(5, 96, dtype=torch.int64)}, "residual is torch.int64"),
+        ({"residual": torch.empty(96)}, r"residual is torch.float32 \(96,\), wanted floating"),
+        ({"h_out": torch.empty(96)}, r"h_out is \(96,\), wanted \(5, 96\)"),
+        ({"h_out": None}, r"h_out is None, wanted \(5, 96\)"),
+        ({"h_out": torch.empty(1, 96).expand(5, 96)}, "h_out has strides .* memory of its own"),
+        ({"norm_out1": None}, r"norm_out1 is None, wanted \(5, 96\)"),
+        ({"norm_weight0": None}, "norm_out0 is .*wanted None|norm_weight0 is None"),
+        ({"norm_weight1": torch.empty(95)}, r"norm_weight1 is \(95,\), wanted \(96,\)"),
+        ({"sum_weight": None}, r"sum_weight is None, wanted \(96,\)"),
+        ({"branch1": torch.empty(5, 96).half()}, "dtype of branch1 is torch.float16"),
+        ({"scalar": torch.empty(0)}, r"scalar is torch.float32 \(0,\), wanted one"),
+        ({"scalar": "0.5"}, "scalar is str"),
+        ({"router": 7}, "router is 7, wanted -1 to 2"),
+    ],
+)
+def test_operands_that_do_not_fit(change: dict[str, object], message: str) -> None:
+    problem = rn.Problem(5, 96, 2, True, 3, router=True, dtype="float32")
+    inputs = dataclasses.replace(rn.make_inputs(problem, 1, CPU, 0), **change)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=message):
+        rn.TEMPLATE.launch(inputs, rn.Config(1, 128, 2, 0, 1, 1))
+
+
+def test_one_memory_for_two_outputs_is_refused() -> None:
+    problem = rn.Problem(5, 96, 1, False, 2, dtype="float32")
+    inputs = rn.make_inputs(problem, 1, CPU, 0)
+    inputs.norm_out1 = inputs.norm_out0
+    with pytest.raises(ValueError, match="norm_out0 and norm_out1 are the same memory"):
+        rn.TEMPLATE.launch(inputs, rn.Config(1, 128, 2, 0, 1, 1))
