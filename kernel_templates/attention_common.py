@@ -23,12 +23,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .base import DeviceInfo
-
 LOG2_E = tl.constexpr(1.4426950408889634)
-
-#: Registers of a thread that the accumulator may fill: the rest holds scores and addresses.
-ACCUMULATOR_REGISTERS = 200
 
 
 @triton.jit
@@ -90,7 +85,7 @@ def _walk(
         k_at = keys + (block * key_block_stride + slot * key_slot_stride)[:, None] + columns
         v_at = values + (block * value_block_stride + slot * value_slot_stride)[:, None] + columns
         if MASKED:
-            # A freed block of a sliding layer may hold NaN, which a probability of 0 would not hide.
+            # A freed block of a sliding layer may hold NaN, which a probability of 0 keeps.
             k = tl.load(k_at, mask=present[:, None], other=0.0).to(q.dtype)
             v = tl.load(v_at, mask=present[:, None], other=0.0).to(q.dtype)
         else:

@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 
 from .attention_common import LOG2_E, attend, first_key
+from .attention_limits import fitting
 from .attention_problem import (
     AttentionInputs,
     Problem,
@@ -55,8 +56,8 @@ STOCK_PROGRAMS, STOCK_SPLITS = 128, 16
 class Config:
     """What may vary.
 
-    ``tile`` keys at a time; ``splits`` shares of a sequence's keys; ``num_stages`` tiles of K and V
-    are in flight.
+    ``tile`` keys at a time; ``splits`` shares of a sequence's keys; ``num_stages`` of the loop over
+    keys, as Triton counts them.
     """
 
     tile: int
@@ -206,7 +207,8 @@ def scratch_sizes(
 
 def most_splits(sequences: int) -> int:
     """The largest number of splits for so many sequences: a power of two."""
-    return max(1, min(SPLITS[-1], 1 << max(1, MOST_SHARES // sequences).bit_length() - 1))
+    shares = max(1, MOST_SHARES // sequences)
+    return min(SPLITS[-1], 1 << (shares.bit_length() - 1))
 
 
 def calls(inputs: DecodeInputs, config: Config) -> list[KernelCall]:
@@ -217,7 +219,11 @@ def calls(inputs: DecodeInputs, config: Config) -> list[KernelCall]:
     rows = heads // kv_heads * inputs.max_new
     parts: dict[str, torch.Tensor | None] = inputs.scratches() if config.splits > 1 else {}
     sizes = scratch_sizes(sequences, heads, inputs.max_new, head_dim, config.splits)
-    for name, size in (("part_sum", sizes[0]), ("part_maximum", sizes[1]), ("part_total", sizes[1])):
+    for name, size in (
+        ("part_sum", sizes[0]),
+        ("part_maximum", sizes[1]),
+        ("part_total", sizes[1]),
+    ):
         tensor = parts.setdefault(name, None)
         found = 0 if tensor is None else tensor.numel() * tensor.is_contiguous()
         if found < size:
@@ -276,8 +282,13 @@ def stock_config(problem: Problem) -> Config:
 
 
 def default(problem: Problem, device: DeviceInfo) -> Config:
-    """vLLM's constants, with fewer stages, then a smaller tile, where shared memory is less."""
-    return largest_that_fits(problem, stock_config(problem), device)
+    """vLLM's constants; fewer stages, then a smaller tile, where shared memory is short."""
+    stock = stock_config(problem)
+    block_m = rows_per_program(problem.group * problem.queries, problem.head_dim)
+    tile, warps, stages = fitting(
+        problem, block_m, stock.tile, stock.num_warps, stock.num_stages, device
+    )
+    return Config(tile, stock.splits, warps, stages)
 
 
 def cost(problem: Problem) -> Cost:

@@ -4,8 +4,8 @@ The mathematics is that of ``attention_common``, the operands are those of ``att
 
 A tile is ``block_m`` rows: the query heads of one KV head beside each other, for ``block_m`` /
 (query heads per KV head) consecutive queries, so that one K and V tile serves them all.  Keys
-outside the windows of all rows are not visited, and only the tiles at the edges of what the rows may
-see are masked.
+outside the windows of all rows are not visited, and only the tiles at the edges of what the rows
+may see are masked.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 from .attention_common import LOG2_E, attend, first_key
+from .attention_limits import fitting
 from .attention_problem import (
     AttentionInputs,
     Problem,
@@ -44,8 +45,8 @@ QUERIES = 1024
 class Config:
     """What may vary.
 
-    ``block_m`` rows and ``tile`` keys at a time; ``heavy_first`` starts with the last queries, which
-    see most keys; ``num_stages`` tiles of K and V are in flight.
+    ``block_m`` rows and ``tile`` keys at a time; ``heavy_first`` starts with the last queries,
+    which see most keys; ``num_stages`` of the loop over keys, as Triton counts them.
     """
 
     block_m: int
@@ -160,9 +161,12 @@ def calls(inputs: AttentionInputs, config: Config) -> list[KernelCall]:
     return [KernelCall(_kernel, (tiles, kv_heads), args, config.num_warps, config.num_stages)]
 
 
-def make_inputs(
-    problem: Problem, seed: int, device: torch.device, pad: int = 0
-) -> AttentionInputs:
+def least_block_m(group: int) -> int:
+    """The smallest tile of rows: one query's heads, and 16 at least, for matrix instructions."""
+    return max(16, next_power_of_2(group))
+
+
+def make_inputs(problem: Problem, seed: int, device: torch.device, pad: int = 0) -> AttentionInputs:
     """Random inputs, see :func:`draw_inputs`."""
     return draw_inputs(problem, seed, device, pad)
 
@@ -183,12 +187,16 @@ def problems(model: ModelShape, tokens: Sequence[int]) -> list[Problem]:
 def stock_config(problem: Problem) -> Config:
     """The constants of vLLM's ``kernel_unified_attention`` (0.26 to 0.33, all head sizes): BLOCK_M
     16, or the group's next power of two; tile 32; Triton's own 4 warps and 3 stages."""
-    return Config(max(16, next_power_of_2(problem.group)), 32, False, 4, 3)
+    return Config(least_block_m(problem.group), 32, False, 4, 3)
 
 
 def default(problem: Problem, device: DeviceInfo) -> Config:
-    """vLLM's constants, with fewer stages, then a smaller tile, where shared memory is less."""
-    return largest_that_fits(problem, stock_config(problem), device)
+    """vLLM's constants; fewer stages, then a smaller tile, where shared memory is short."""
+    stock = stock_config(problem)
+    tile, warps, stages = fitting(
+        problem, stock.block_m, stock.tile, stock.num_warps, stock.num_stages, device
+    )
+    return Config(stock.block_m, tile, stock.heavy_first, warps, stages)
 
 
 def cost(problem: Problem) -> Cost:

@@ -82,8 +82,8 @@ class AttentionInputs(Inputs):
     ``q``: [tokens, query heads, head dim]; ``keys, values``: [blocks, slots, KV heads, head dim]
     views of the cache with any strides whose last is 1, in the type of ``q`` or fp8;
     ``block_table``: [sequences, blocks] int32; ``starts``: [sequences + 1] int32, where each
-    sequence's queries begin in ``q``; ``lengths``: [sequences] int32, keys of each sequence, its new
-    ones included; ``k_scale, v_scale``: one float32 element for an fp8 cache, else None;
+    sequence's queries begin in ``q``; ``lengths``: [sequences] int32, keys of each sequence, its
+    new ones included; ``k_scale, v_scale``: one float32 element for an fp8 cache, else None;
     ``attended``: [tokens, query heads, head dim].  ``max_new`` bounds the queries of any sequence;
     ``window`` 0 is full attention, ``softcap`` 0 none.  Of a sliding layer the table need not name
     blocks that no query sees.
@@ -357,6 +357,6 @@ def describe(problem: Problem) -> str:
     softcap = f", softcap {problem.softcap:g}" if problem.softcap else ""
     cache = "" if problem.kv_dtype == "same" else f" of {problem.kv_dtype}"
     return (
-        f"head {problem.head_dim}: {problem.query_heads} Q on {problem.kv_heads} KV{window}{softcap}"
-        f", {problem.queries} new on {problem.context}, blocks of {problem.block_size}{cache}"
+        f"head {problem.head_dim}: {problem.query_heads} Q on {problem.kv_heads} KV{window}"
+        f"{softcap}, {problem.queries} new on {problem.context}, blocks of {problem.block_size}{cache}"
     )

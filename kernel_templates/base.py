@@ -114,9 +114,9 @@ class Cost:
 class Inputs:
     """Base of every template's inputs: tensors and scalars in, preallocated tensors out.
 
-    Subclasses are dataclasses.  A field made with :func:`out` is written by the kernel, one made with
-    :func:`scratch` is written and read back within a launch; every other tensor is only read.  A
-    field may be None when the problem has no such operand.
+    Subclasses are dataclasses.  A field made with :func:`out` is written by the kernel, one made
+    with :func:`scratch` is written and read back within a launch; every other tensor is only read.
+    A field may be None when the problem has no such operand.
     """
 
     def outputs(self) -> dict[str, torch.Tensor]:
@@ -167,7 +167,7 @@ def out() -> Any:
 
 
 def scratch() -> Any:
-    """A dataclass field for memory that a launch fills before it reads it (None when not needed)."""
+    """A dataclass field for memory that a launch fills before it reads it (None if not needed)."""
     return field(default=None, metadata={"scratch": True})
 
 
@@ -217,7 +217,8 @@ class KernelTemplate(Generic[P, C]):
     the fields of a problem that only change the amount of work, never the compiled binary.
     ``exact_outputs`` must equal the reference bit for bit (integers, such as expert ids).
     ``stock_config`` is given where a server runs a hand-written kernel: the config with that
-    kernel's algorithm and constants, which then is the stock peer instead of the compiled reference.
+    kernel's algorithm and constants, which then is the stock peer instead of the compiled
+    reference.
     """
 
     name: str

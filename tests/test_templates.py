@@ -80,11 +80,26 @@ SMALL_MODELS = (
 )
 
 
+#: Of fields beside the tokens that only change the amount of work: what an interpreter can afford.
+MOST_WORK = 40
+
+
 def small_problems(template: KernelTemplate[Any, Any], tokens: int, dtype: str) -> list[Any]:
     models = (dataclasses.replace(model, dtype=dtype) for model in SMALL_MODELS)
     found = [problem for model in models for problem in template.problems(model, [tokens])]
     assert found
-    return list(dict.fromkeys(found))
+    less = [
+        dataclasses.replace(
+            problem,
+            **{
+                field: min(getattr(problem, field), MOST_WORK)
+                for field in template.same_kernel
+                if field != "tokens"
+            },
+        )
+        for problem in found
+    ]
+    return list(dict.fromkeys(less))
 
 
 def preset_problems(template: KernelTemplate[Any, Any], tokens: tuple[int, ...]) -> list[Any]:

@@ -270,7 +270,7 @@ def _poisoned(inputs: Inputs) -> Iterator[tuple[int, list[tuple[str, torch.Tenso
 
 
 def poison(inputs: Inputs) -> None:
-    """Fill the outputs and the gaps between their rows, and scratch: NaN, or a sentinel in integers.
+    """Fill outputs, the gaps between their rows and scratch: NaN, or a sentinel in integers.
 
     An output that shares its memory with an operand (in place) is left as it is.
     """
