@@ -117,18 +117,23 @@ def _split_kernel(
     context = length - new
     rows = tl.program_id(1) % ROW_TILES * BLOCK_M + tl.arange(0, BLOCK_M)
     query = rows // GROUP
-    head = (kv_head * GROUP + rows % GROUP).to(tl.int64)
     live = query < new
-    columns = tl.arange(0, HEAD_DIM)[None, :]
-    token = (begin + query).to(tl.int64)
-    q_at = q + (token * q_stride + head * q_head_stride)[:, None] + columns
-    tile_q = tl.load(q_at, mask=live[:, None], other=0.0)  # [BLOCK_M, HEAD_DIM]
-
     low = first_key(context, WINDOW) // TILE * TILE
     # Even shares of whole tiles; late ones may be empty.
     share = tl.cdiv(tl.cdiv(length - low, TILE), SPLITS) * TILE
     low += split * share
     high = tl.minimum(low + share, tl.cdiv(length, TILE) * TILE)
+    part = ((sequence.to(tl.int64) * kv_heads + kv_head) * SPLITS + split) * ROWS + rows
+    if SPLITS > 1:  # noqa: SIM102 (a constant, and a value of the device)
+        if low >= high:
+            # All that the second kernel asks of an empty share.
+            tl.store(part_maximum + part, tl.full([BLOCK_M], float("-inf"), tl.float32), mask=live)
+            return
+    head = (kv_head * GROUP + rows % GROUP).to(tl.int64)
+    columns = tl.arange(0, HEAD_DIM)[None, :]
+    token = (begin + query).to(tl.int64)
+    q_at = q + (token * q_stride + head * q_head_stride)[:, None] + columns
+    tile_q = tl.load(q_at, mask=live[:, None], other=0.0)  # [BLOCK_M, HEAD_DIM]
     qk_scale = scale * LOG2_E
     if k_scale is not None:
         qk_scale = qk_scale * tl.load(k_scale)
@@ -148,10 +153,9 @@ def _split_kernel(
         out_at = attended + (token * out_stride + head * out_head_stride)[:, None] + columns
         tl.store(out_at, accumulator.to(attended.dtype.element_ty), mask=live[:, None])
     else:
-        at = ((sequence.to(tl.int64) * kv_heads + kv_head) * SPLITS + split) * ROWS + rows
-        tl.store(part_sum + at[:, None] * HEAD_DIM + columns, accumulator, mask=live[:, None])
-        tl.store(part_maximum + at, maximum, mask=live)
-        tl.store(part_total + at, total, mask=live)
+        tl.store(part_sum + part[:, None] * HEAD_DIM + columns, accumulator, mask=live[:, None])
+        tl.store(part_maximum + part, maximum, mask=live)
+        tl.store(part_total + part, total, mask=live)
 
 
 @triton.jit
@@ -175,13 +179,16 @@ def _combine_kernel(
         return
     splits = tl.arange(0, SPLITS)
     columns = tl.arange(0, HEAD_DIM)
-    part = (sequence.to(tl.int64) * tl.num_programs(1) + kv_head) * SPLITS + splits
-    at = part * ROWS + row
-    maximum = tl.load(part_maximum + at)
-    # The newest key is seen, so one share at least has a finite maximum.
+    share = (sequence.to(tl.int64) * tl.num_programs(1) + kv_head) * SPLITS + splits
+    part = share * ROWS + row
+    maximum = tl.load(part_maximum + part)
+    # Of a share that saw no key nothing else was written.  The newest key is seen, so one share at
+    # least has a finite maximum.
+    used = maximum > float("-inf")
     weight = tl.math.exp2(maximum - tl.max(maximum, 0))
-    total = tl.sum(tl.load(part_total + at) * weight, 0)
-    sums = tl.load(part_sum + at[:, None] * HEAD_DIM + columns[None, :])  # [SPLITS, HEAD_DIM]
+    total = tl.sum(tl.load(part_total + part, mask=used, other=0.0) * weight, 0)
+    at = part_sum + part[:, None] * HEAD_DIM + columns[None, :]
+    sums = tl.load(at, mask=used[:, None], other=0.0)  # [SPLITS, HEAD_DIM]
     result = tl.sum(sums * weight[:, None], 0) / total
     if v_scale is not None:
         result = result * tl.load(v_scale)

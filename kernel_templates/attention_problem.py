@@ -355,8 +355,9 @@ def describe(problem: Problem) -> str:
     """Short name for tables and logs, without the token count."""
     window = f", window {problem.window}" if problem.window else ""
     softcap = f", softcap {problem.softcap:g}" if problem.softcap else ""
-    cache = "" if problem.kv_dtype == "same" else f" of {problem.kv_dtype}"
+    cache = f"blocks of {problem.block_size}"
+    cache += "" if problem.kv_dtype == "same" else f" {problem.kv_dtype}"
     return (
         f"head {problem.head_dim}: {problem.query_heads} Q on {problem.kv_heads} KV{window}"
-        f"{softcap}, {problem.queries} new on {problem.context}, blocks of {problem.block_size}{cache}"
+        f"{softcap}, {problem.queries} new on {problem.context}, {cache}"
     )

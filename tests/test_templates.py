@@ -81,7 +81,7 @@ SMALL_MODELS = (
 
 
 #: Of fields beside the tokens that only change the amount of work: what an interpreter can afford.
-MOST_WORK = 40
+MOST_WORK = 20
 
 
 def small_problems(template: KernelTemplate[Any, Any], tokens: int, dtype: str) -> list[Any]:
