@@ -74,14 +74,14 @@ def fitting(
     problem: Problem, block_m: int, tile: int, num_warps: int, num_stages: int, device: DeviceInfo
 ) -> tuple[int, int, int]:
     """``(tile, num_warps, num_stages)``, with more warps where the accumulator needs them, then
-    fewer stages, then a smaller tile, down to what fits the GPU."""
+    fewer stages, then a smaller tile, then no pipeline, down to what fits the GPU."""
     while num_warps < 8 and accumulator_limit(block_m, problem.head_dim, num_warps):
         num_warps *= 2
-    wanted = num_stages
-    while tile >= 16:
-        for stages in range(wanted, 0, -1):
-            needed, _ = shared_memory(problem, block_m, tile, num_warps, stages, device)
-            if needed <= device.shared_per_block:
-                return tile, num_warps, stages
-        tile //= 2
-    return 16, num_warps, 1
+    least = max(1, min(2, num_stages))
+    tiles = [tile >> halvings for halvings in range(8) if tile >> halvings >= 16]
+    pipelined = [(keys, n) for keys in tiles for n in range(num_stages, least - 1, -1)]
+    for keys, stages in (*pipelined, *((keys, 1) for keys in tiles)):
+        needed, _ = shared_memory(problem, block_m, keys, num_warps, stages, device)
+        if needed <= device.shared_per_block:
+            return keys, num_warps, stages
+    return tiles[-1], num_warps, 1
