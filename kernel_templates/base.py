@@ -20,7 +20,7 @@ import pkgutil
 import tokenize
 import types
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -114,8 +114,9 @@ class Cost:
 class Inputs:
     """Base of every template's inputs: tensors and scalars in, preallocated tensors out.
 
-    Subclasses are dataclasses.  A field made with :func:`out` is written by the kernel; every other
-    tensor is only read.  A field may be None when the problem has no such operand.
+    Subclasses are dataclasses.  A field made with :func:`out` is written by the kernel, one made
+    with :func:`scratch` is written and read back within a launch; every other tensor is only read.
+    A field may be None when the problem has no such operand.
     """
 
     def outputs(self) -> dict[str, torch.Tensor]:
@@ -131,8 +132,16 @@ class Inputs:
         return {
             f.name: value
             for f in dataclasses.fields(self)
-            if not f.metadata.get("out")
+            if not (f.metadata.get("out") or f.metadata.get("scratch"))
             and isinstance(value := getattr(self, f.name), torch.Tensor)
+        }
+
+    def scratches(self) -> dict[str, torch.Tensor]:
+        """The tensors whose contents mean nothing before and after a launch, by field name."""
+        return {
+            f.name: value
+            for f in dataclasses.fields(self)
+            if f.metadata.get("scratch") and (value := getattr(self, f.name)) is not None
         }
 
     def upcast(self) -> Inputs:
@@ -147,7 +156,7 @@ class Inputs:
         )
 
     def nbytes(self) -> int:
-        """Bytes of all tensors, outputs included."""
+        """Bytes of operands and outputs; scratch, which a server keeps warm, does not count."""
         tensors = [*self.operands().values(), *self.outputs().values()]
         return sum(t.numel() * t.element_size() for t in tensors)
 
@@ -155,6 +164,11 @@ class Inputs:
 def out() -> Any:
     """A dataclass field for a tensor that the kernel writes (None when the problem has none)."""
     return field(default=None, metadata={"out": True})
+
+
+def scratch() -> Any:
+    """A dataclass field for memory that a launch fills before it reads it (None if not needed)."""
+    return field(default=None, metadata={"scratch": True})
 
 
 @dataclass(frozen=True)
@@ -267,19 +281,33 @@ class KernelTemplate(Generic[P, C]):
     def source_hash(self) -> str:
         """Hash of the code that gives a config its meaning; comments and blank lines do not count.
 
-        Covers every ``@triton.jit`` function of the template's module and of ``common``, and
-        ``calls``.  A tuned entry with another hash was made for another kernel.
+        Covers every ``@triton.jit`` function of the template's module, of ``common`` and of the
+        modules of this package that those functions are imported from, and ``calls``.  A tuned
+        entry with another hash was made for another kernel.
         """
-        modules = [inspect.getmodule(self.calls), importlib.import_module(f"{__package__}.common")]
+        # A list that grows while it is walked.  `common` counts whether or not it is used: tables
+        # were made under that rule.
+        modules = [self.calls.__module__, f"{__package__}.common"]
         digest = hashlib.sha256()
         for module in modules:
-            for name, value in sorted(vars(module).items()):
-                # Both JITFunction and, under TRITON_INTERPRET, InterpretedFunction keep `.fn`.
-                function = getattr(value, "fn", None)
-                if inspect.isfunction(function) and function.__module__ == module.__name__:  # type: ignore[union-attr]
+            imported: set[str] = set()
+            for name, function in _jit_functions(module):
+                if function.__module__ == module:
                     digest.update(f"{name}\n{_code_of(function)}".encode())
+                elif function.__module__.startswith(f"{__package__}."):
+                    imported.add(function.__module__)
+            modules += sorted(imported.difference(modules))
         digest.update(_code_of(self.calls).encode())
         return digest.hexdigest()[:16]
+
+
+def _jit_functions(module: str) -> Iterator[tuple[str, types.FunctionType]]:
+    """The Python functions behind the ``@triton.jit`` names of a module, sorted by name."""
+    for name, value in sorted(vars(importlib.import_module(module)).items()):
+        # Both JITFunction and, under TRITON_INTERPRET, InterpretedFunction keep `.fn`.
+        function = getattr(value, "fn", None)
+        if inspect.isfunction(function):
+            yield name, function
 
 
 def _code_of(function: Callable[..., Any]) -> str:

@@ -66,6 +66,8 @@ def _repair_interpreter() -> None:
     * Its conversion of float32 to bfloat16 truncates (Triton 3.6 to 3.9), and even the explicit
       round-to-nearest of 3.6 rounds ties up and loses the carry into the exponent.  Replaced by
       round to nearest even; NaN stays NaN.
+    * Its dot product multiplies bfloat16 operands as the 16-bit integers it keeps them in.  Widened
+      to float32 first; products of bfloat16 are exact there.
     * Its loop bounds are arrays of one element, which NumPy 2.4 no longer turns into integers
       (Triton 3.6).
     """
@@ -89,6 +91,22 @@ def _repair_interpreter() -> None:
 
     interpreter._convert_float = convert
 
+    builder = interpreter.InterpreterBuilder
+    create_dot = builder.create_dot
+
+    def dot(self: Any, a: Any, b: Any, d: Any, *rest: Any) -> Any:
+        wide = [
+            interpreter.TensorHandle(
+                convert(x.data, tl.bfloat16, tl.float32, None).view(np.float32), tl.float32
+            )
+            if x.dtype.scalar == tl.bfloat16
+            else x
+            for x in (a, b)
+        ]
+        return create_dot(self, *wide, d, *rest)
+
+    builder.create_dot = dot
+
     patch_tensor = interpreter._patch_lang_tensor
 
     def patch(tensor: Any, scope: Any, *rest: Any) -> None:
@@ -97,6 +115,7 @@ def _repair_interpreter() -> None:
 
     interpreter._patch_lang_tensor = patch
     _prove_rounding()
+    _prove_dot()
 
 
 def _prove_rounding() -> None:
@@ -117,3 +136,22 @@ def _prove_rounding() -> None:
     cast[(1,)](source, target, 256)
     if not torch.equal(target.nan_to_num(7.0), source.to(torch.bfloat16).nan_to_num(7.0)):
         raise RuntimeError("float32 to bfloat16 still differs from PyTorch")
+
+
+def _prove_dot() -> None:
+    """A product of bfloat16 matrices through the interpreter, compared with PyTorch's."""
+    import triton
+    import triton.language as tl
+
+    @triton.jit
+    def product(a, b, c, SIZE: tl.constexpr):
+        rows, columns = tl.arange(0, SIZE)[:, None], tl.arange(0, SIZE)[None, :]
+        at = rows * SIZE + columns
+        tl.store(c + at, tl.dot(tl.load(a + at), tl.trans(tl.load(b + at)), tl.load(c + at)))
+
+    generator = torch.Generator().manual_seed(0)
+    a, b, c = torch.randn(3, 16, 16, generator=generator)
+    wanted = c + a.bfloat16().float() @ b.bfloat16().float().t()
+    product[(1,)](a.bfloat16(), b.bfloat16(), c, 16)
+    if not torch.allclose(c, wanted, rtol=1e-5, atol=1e-5):
+        raise RuntimeError("a dot product of bfloat16 still differs from PyTorch")

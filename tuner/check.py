@@ -270,12 +270,14 @@ def _poisoned(inputs: Inputs) -> Iterator[tuple[int, list[tuple[str, torch.Tenso
 
 
 def poison(inputs: Inputs) -> None:
-    """Fill the outputs and the gaps between their rows: NaN, or a sentinel in integers.
+    """Fill outputs, the gaps between their rows and scratch: NaN, or a sentinel in integers.
 
     An output that shares its memory with an operand (in place) is left as it is.
     """
     for fill, group in _poisoned(inputs):
         _raw(group[0][1]).fill_(fill)
+    for tensor in inputs.scratches().values():
+        _raw(tensor).fill_(_FLOAT_POISON if tensor.is_floating_point() else _INTEGER_POISON)
 
 
 def touched_gaps(inputs: Inputs) -> dict[str, int]:

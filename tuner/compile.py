@@ -37,6 +37,9 @@ from .worker import RemoteError, Worker, WorkerDied, WorkerTimeout
 
 COMPILE_TIMEOUT = 60.0
 
+#: Arguments that kernels which have them name in ``do_not_specialize``.
+UNSPECIALISED = frozenset({"tokens", "sequences", "table_stride"})
+
 
 @dataclass(frozen=True)
 class Resources:
@@ -84,17 +87,19 @@ def _is_os_error(kind: str) -> bool:
 def call_key(call: KernelCall) -> str:
     """Identity of the binary a launch needs: kernel, warps, stages, constants and operand types.
 
-    Token counts are left out (kernels do not specialise on them), strides only count by what
-    Triton specialises on.
+    Arguments that no kernel specialises on only count by their width, strides by what Triton
+    specialises on.
     """
     parts: list[object] = [call.kernel.__name__, call.num_warps, call.num_stages]
     for name, value in call.args.items():
         if isinstance(value, torch.Tensor):
             aligned = value.storage_offset() * value.element_size() % 16 == 0
             parts.append((name, str(value.dtype), aligned))
+        elif name in UNSPECIALISED:
+            parts.append((name, abs(value) >= 2**31))
         elif name.endswith("stride"):
             parts.append((name, value == 1, value % 16 == 0, abs(value) >= 2**31))
-        elif name != "tokens":
+        else:
             parts.append((name, value))
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:24]
 

@@ -1,0 +1,220 @@
+"""Causal grouped-query attention over a paged KV cache, for prefill and mixed batches.
+
+The mathematics is that of ``attention_common``, the operands are those of ``attention_problem``.
+
+A tile is ``block_m`` rows: the query heads of one KV head beside each other, for ``block_m`` /
+(query heads per KV head) consecutive queries, so that one K and V tile serves them all.  Keys
+outside the windows of all rows are not visited, and only the tiles at the edges of what the rows
+may see are masked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from .attention_common import LOG2_E, attend, first_key
+from .attention_limits import fitting
+from .attention_problem import (
+    AttentionInputs,
+    Problem,
+    attention,
+    check,
+    describe,
+    draw_inputs,
+    operand_args,
+    problem_kinds,
+    work,
+    wrong,
+)
+from .base import Cost, DeviceInfo, KernelCall, KernelTemplate, ModelShape
+from .common import next_power_of_2
+
+#: Batches of fewer tokens are decode's.
+LEAST_TOKENS = 64
+
+#: New tokens of a sequence in the problems of a model.
+QUERIES = 1024
+
+
+@dataclass(frozen=True)
+class Config:
+    """What may vary.
+
+    ``block_m`` rows and ``tile`` keys at a time; ``heavy_first`` starts with the last queries,
+    which see most keys; ``num_stages`` of the loop over keys, as Triton counts them.
+    """
+
+    block_m: int
+    tile: int
+    heavy_first: bool
+    num_warps: int
+    num_stages: int
+
+
+@triton.jit
+def find_sequence(starts, tile, sequences, BLOCK_Q: tl.constexpr):
+    """The sequence of a tile, where sequence s begins at tile ``starts[s] // BLOCK_Q + s``."""
+    low = 0
+    high = sequences
+    while low < high:
+        middle = (low + high) // 2
+        if tl.load(starts + middle) // BLOCK_Q + middle <= tile:
+            low = middle + 1
+        else:
+            high = middle
+    return low - 1
+
+
+@triton.jit(do_not_specialize=["sequences", "table_stride"])
+def _kernel(
+    q,  # [tokens, QUERY_HEADS, HEAD_DIM]
+    keys, values,  # [blocks, BLOCK_SIZE, KV heads, HEAD_DIM], type of q or fp8
+    block_table,  # [sequences, blocks of a sequence], int32
+    starts,  # [sequences + 1], int32
+    lengths,  # [sequences], int32
+    k_scale, v_scale,  # one float32 element, or None
+    attended,  # [tokens, QUERY_HEADS, HEAD_DIM], type of q
+    sequences,
+    q_stride, q_head_stride,
+    key_block_stride, key_slot_stride, key_head_stride,
+    value_block_stride, value_slot_stride, value_head_stride,
+    table_stride,
+    out_stride, out_head_stride,
+    scale,
+    HEAD_DIM: tl.constexpr,
+    GROUP: tl.constexpr,  # query heads per KV head
+    BLOCK_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    TILE: tl.constexpr,
+    HEAVY_FIRST: tl.constexpr,
+):  # fmt: skip
+    # Grid: (at most tokens // BLOCK_Q + sequences tiles of queries, KV heads).
+    BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
+    tile = tl.program_id(0)
+    if HEAVY_FIRST:
+        tile = tl.num_programs(0) - 1 - tile
+    kv_head = tl.program_id(1)
+    sequence = find_sequence(starts, tile, sequences, BLOCK_Q)
+    begin = tl.load(starts + sequence)
+    new = tl.load(starts + sequence + 1) - begin
+    first = (tile - (begin // BLOCK_Q + sequence)) * BLOCK_Q
+    if first >= new:
+        return
+    length = tl.load(lengths + sequence)
+    context = length - new
+
+    rows = tl.arange(0, BLOCK_M)
+    query = first + rows // GROUP
+    head = (kv_head * GROUP + rows % GROUP).to(tl.int64)
+    live = (query < new) & (rows < BLOCK_Q * GROUP)
+    columns = tl.arange(0, HEAD_DIM)[None, :]
+    token = (begin + query).to(tl.int64)
+    q_at = q + (token * q_stride + head * q_head_stride)[:, None] + columns
+    tile_q = tl.load(q_at, mask=live[:, None], other=0.0)  # [BLOCK_M, HEAD_DIM]
+
+    lowest = context + first  # positions of the first and the last query
+    highest = context + tl.minimum(first + BLOCK_Q, new) - 1
+    low = first_key(lowest, WINDOW) // TILE * TILE
+    high = tl.cdiv(highest + 1, TILE) * TILE
+    qk_scale = scale * LOG2_E
+    if k_scale is not None:
+        qk_scale = qk_scale * tl.load(k_scale)
+    accumulator, _, total = attend(
+        tile_q, context + query, lowest, highest,
+        keys + kv_head.to(tl.int64) * key_head_stride,
+        values + kv_head.to(tl.int64) * value_head_stride,
+        block_table + sequence.to(tl.int64) * table_stride,
+        key_block_stride, key_slot_stride, value_block_stride, value_slot_stride,
+        low, high, length, qk_scale,
+        HEAD_DIM, BLOCK_SIZE, WINDOW, SOFTCAP, BLOCK_M, TILE,
+    )  # fmt: skip
+    if v_scale is not None:
+        accumulator = accumulator * tl.load(v_scale)
+    accumulator = accumulator / total[:, None]
+    out_at = attended + (token * out_stride + head * out_head_stride)[:, None] + columns
+    tl.store(out_at, accumulator.to(attended.dtype.element_ty), mask=live[:, None])
+
+
+def calls(inputs: AttentionInputs, config: Config) -> list[KernelCall]:
+    """The launch for these inputs; ValueError when the operands do not fit together."""
+    check(inputs)
+    tokens, heads, _ = inputs.q.shape
+    sequences, kv_heads = inputs.lengths.shape[0], inputs.keys.shape[2]
+    group = heads // kv_heads
+    if config.block_m < group:
+        raise wrong("block_m", config.block_m, f"at least {group} query heads per KV head")
+    args = {
+        **operand_args(inputs),
+        "sequences": sequences,
+        "BLOCK_M": config.block_m,
+        "TILE": config.tile,
+        "HEAVY_FIRST": config.heavy_first,
+    }
+    tiles = tokens // (config.block_m // group) + sequences if tokens else 0
+    return [KernelCall(_kernel, (tiles, kv_heads), args, config.num_warps, config.num_stages)]
+
+
+def least_block_m(group: int) -> int:
+    """The smallest tile of rows: one query's heads, and 16 at least, for matrix instructions."""
+    return max(16, next_power_of_2(group))
+
+
+def make_inputs(problem: Problem, seed: int, device: torch.device, pad: int = 0) -> AttentionInputs:
+    """Random inputs, see :func:`draw_inputs`."""
+    return draw_inputs(problem, seed, device, pad)
+
+
+def problems(model: ModelShape, tokens: Sequence[int]) -> list[Problem]:
+    """One per kind of attention layer and count of at least 64 tokens, in prompts of 1024.
+
+    Smaller counts are decode's, unless only such are asked for.
+    """
+    counts = [count for count in tokens if count >= LEAST_TOKENS] or tokens
+    return [
+        Problem(count, QUERIES, 0, **kind)  # type: ignore[arg-type]
+        for kind in problem_kinds(model)
+        for count in counts
+    ]
+
+
+def stock_config(problem: Problem) -> Config:
+    """The constants of vLLM's ``kernel_unified_attention`` (0.26 to 0.33, all head sizes): BLOCK_M
+    16, or the group's next power of two; tile 32; Triton's own 4 warps and 3 stages."""
+    return Config(least_block_m(problem.group), 32, False, 4, 3)
+
+
+def default(problem: Problem, device: DeviceInfo) -> Config:
+    """vLLM's constants; fewer stages, then a smaller tile, where shared memory is short."""
+    stock = stock_config(problem)
+    tile, warps, stages = fitting(
+        problem, stock.block_m, stock.tile, stock.num_warps, stock.num_stages, device
+    )
+    return Config(stock.block_m, tile, stock.heavy_first, warps, stages)
+
+
+def cost(problem: Problem) -> Cost:
+    """See :func:`work`."""
+    return work(problem)
+
+
+TEMPLATE = KernelTemplate(
+    name="attention_prefill",
+    problem=Problem,
+    config=Config,
+    calls=calls,
+    reference=attention,
+    make_inputs=make_inputs,
+    problems=problems,
+    default=default,
+    cost=cost,
+    describe=describe,
+    same_kernel=("tokens", "queries", "context"),
+    stock_config=stock_config,
+)
