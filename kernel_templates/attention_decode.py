@@ -316,4 +316,5 @@ TEMPLATE = KernelTemplate(
     describe=describe,
     same_kernel=("tokens", "context"),
     stock_config=stock_config,
+    preview=True,
 )

@@ -217,4 +217,5 @@ TEMPLATE = KernelTemplate(
     describe=describe,
     same_kernel=("tokens", "queries", "context"),
     stock_config=stock_config,
+    preview=True,
 )

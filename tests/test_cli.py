@@ -455,7 +455,7 @@ def test_explain(tables: Path) -> None:
         "config: ",
         "why: ",
         "64",
-        f"from: {tables / FOLDER / 'gelu_mul.json'}, predicted on NVIDIA A100-SXM4-80GB",
+        f"from: {tables / FOLDER / 'gelu_mul.json'}, predicted for NVIDIA A100-SXM4-80GB",
         "a server does not use it: only measured entries are active by default",
     )
     far = answer("explain", *words, "8192")

@@ -138,7 +138,7 @@ def tune(
     out: Annotated[
         Path | None,
         typer.Option(help="Folder of the tables.",
-                     show_default="the user's data folder, which the vLLM plugin reads"),
+                     show_default="~/.local/share/gemma-tune/tuned_configs"),
     ] = None,
     jobs: Annotated[
         int | None,
@@ -184,7 +184,7 @@ def _require_writable(folder: Path) -> None:
 def _template_names(text: str | None) -> list[str]:
     known = list(templates())
     if text is None:
-        return known
+        return [name for name, kernel in templates().items() if not kernel.preview]
     names = [name.strip() for name in text.split(",") if name.strip()]
     for name in names or [""]:
         if name not in known:
@@ -303,7 +303,8 @@ def _summarise(summary: Summary, settings: Settings) -> None:
 @app.command("list")
 def list_() -> None:
     """List kernels, models, known GPUs and the tables at hand."""
-    OUT.print("kernels: " + ", ".join(templates()), highlight=False, soft_wrap=True)
+    named = [f"{name} (preview)" if t.preview else name for name, t in templates().items()]
+    OUT.print("kernels: " + ", ".join(named), highlight=False, soft_wrap=True)
     OUT.print("models: " + ", ".join(preset_names()), highlight=False, soft_wrap=True)
     OUT.print(
         "known GPUs: " + ", ".join(gpu.name for gpu in known_gpus()),
@@ -326,6 +327,8 @@ def show(
     ] = None,
 ) -> None:
     """Show tuned entries: config, times and where they come from."""
+    if template is not None and template not in templates():
+        fail(f"no template {template!r}; known: {', '.join(templates())}")
     shown = 0
     for table in queries.show(_roots(configs), gpu, template, model):
         OUT.print(table, soft_wrap=isinstance(table, Text))

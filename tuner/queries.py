@@ -90,7 +90,7 @@ def show(
 def _shown(kind: str, entries: Sequence[Entry]) -> Table:
     """One row per token count: what was chosen, its time, and what it is compared with."""
     shown = Table(title=kind, title_justify="left")
-    for name in ("tokens", "result", "us", "vs default", "vs stock"):
+    for name in ("tokens", "result", "trials", "us", "vs default", "vs stock"):
         shown.add_column(name, justify="right", no_wrap=True)
     shown.add_column("config", overflow="fold")
     for entry in entries:
@@ -106,6 +106,7 @@ def _shown(kind: str, entries: Sequence[Entry]) -> Table:
         shown.add_row(
             str(entry.problem.get("tokens", "-")),
             result,
+            str(entry.trials),
             us(time).removesuffix(" us"),
             "-" if default is None else f"{default / time:.2f}x",
             "-" if stock is None else f"{stock / time:.2f}x",
@@ -148,11 +149,12 @@ def explain(
         yield Text(f"  config: {config_text(match.config)}")
         yield Text(f"  why: {match.reason}; {verdict(match.entry)}")
         yield Text(
-            f"  from: {match.path}, {match.run.provenance} on {match.run.device.name} at "
+            f"  from: {match.path}, {match.run.provenance} "
+            f"{'on' if match.run.provenance == 'measured' else 'for'} {match.run.device.name} at "
             f"{match.run.finished_at}, triton {match.run.triton}, torch {match.run.torch}"
         )
         if match.run.provenance != "measured":
-            yield Text("  a server does not use it: only measured entries are active by default")
+            yield Text("  a prediction: not for a server before it is measured on that GPU")
 
 
 def _one_device(roots: Sequence[Path], gpu: str) -> DeviceInfo:

@@ -128,6 +128,8 @@ def current(state: Progress) -> str:
 def verdict(entry: Entry) -> str:
     """An entry's result in words: what was chosen, its time, and what it is compared with."""
     word = "tuned" if entry.verdict == "tuned" else "default kept, no gain"
+    if entry.verdict == "default" and entry.trials < 2:
+        word = "default kept, nothing else was tried"
     if entry.time_us is None:
         assert entry.predicted_us is not None
         config, default = entry.predicted_us.config, entry.predicted_us.default
