@@ -456,7 +456,7 @@ def test_explain(tables: Path) -> None:
         "why: ",
         "64",
         f"from: {tables / FOLDER / 'gelu_mul.json'}, predicted for NVIDIA A100-SXM4-80GB",
-        "a server does not use it: only measured entries are active by default",
+        "a prediction: not for a server before it is measured on that GPU",
     )
     far = answer("explain", *words, "8192")
     assert far.code == 0
