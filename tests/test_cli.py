@@ -158,7 +158,7 @@ KNOWN_GPUS = "known: NVIDIA A100-SXM4-80GB, "
         (["--gpu", "a1000"], ["no known GPU matches 'a1000'", KNOWN_GPUS]),
         (["--gpu", ""], ["no known GPU matches ''", KNOWN_GPUS]),
         (["--gpu", "80gb"], ["'80gb' matches different GPUs"]),
-        (["--gpu", "a100", "--templates", "gelu_mul,x"], ["no template 'x'; known: gelu_mul"]),
+        (["--gpu", "a100", "--templates", "gelu_mul,x"], ["no template 'x'; known: "]),
         (["--gpu", "a100", "--templates", ""], ["no template ''"]),
         (["--gpu", "a100", "--model", "9b"], ["9b: no such model; wanted a preset (12b,"]),
         (["--gpu", "a100", "--model", ""], ["no such model"]),
