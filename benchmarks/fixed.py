@@ -41,32 +41,27 @@ def _access(elements: int, warps: int, dtype: str) -> int:
     return min(16 // int(DTYPES[dtype].itemsize), max(1, elements // (32 * warps)))
 
 
-def _gelu_mul(problem: gelu_mul.Problem) -> gelu_mul.Config:
-    block = next_power_of_2(problem.width)
+def _full_row(width: int, dtype: str) -> dict[str, int]:
+    """The fields of a launch whose programs work on one full row each."""
+    block = next_power_of_2(width)
     warps = warps_of(block)
-    return gelu_mul.Config(
-        rows=1,
-        block=block,
-        vector=_access(block, warps, problem.dtype),
-        programs_per_sm=0,
-        num_warps=warps,
-        stages=1,
-        evict_first=False,
-        stream_stores=False,
-    )
+    return {
+        "rows": 1,
+        "block": block,
+        "vector": _access(block, warps, dtype),
+        "programs_per_sm": 0,
+        "num_warps": warps,
+        "stages": 1,
+    }
+
+
+def _gelu_mul(problem: gelu_mul.Problem) -> gelu_mul.Config:
+    row = _full_row(problem.width, problem.dtype)
+    return gelu_mul.Config(**row, evict_first=False, stream_stores=False)
 
 
 def _residual_norm(problem: residual_norm.Problem) -> residual_norm.Config:
-    block = next_power_of_2(problem.hidden)
-    warps = warps_of(block)
-    return residual_norm.Config(
-        rows=1,
-        block=block,
-        vector=_access(block, warps, problem.dtype),
-        programs_per_sm=0,
-        num_warps=warps,
-        stages=1,
-    )
+    return residual_norm.Config(**_full_row(problem.hidden, problem.dtype))
 
 
 def _qkv_norm_rope(problem: qkv_norm_rope.Problem) -> qkv_norm_rope.Config:

@@ -29,7 +29,7 @@ from kernel_templates.base import DeviceInfo, templates
 from tuned_configs.files import replace_file
 from tuned_configs.lookup import TableSet
 from tuned_configs.naming import folder_name
-from tuner import places
+from tuned_configs.roots import roots as table_roots
 from tuner.cli import FAILED, NO_GPU, OUT, counts_of, fail, seconds_of
 from tuner.compile import CompileError, CompilePool
 from tuner.device import DeviceError, attached_gpus, from_data_file, matches, same_model
@@ -106,7 +106,7 @@ def main(
         fail(f"{', '.join(shape.name for shape in models)} need none of these kernels", FAILED)
     if configs is not None and not configs.is_dir():
         fail(f"{configs} is no folder")
-    roots = places.roots() if configs is None else [configs]
+    roots = table_roots() if configs is None else [configs]
     tables = TableSet.load(roots, device.name, on_reason=lambda reason: None)
     # Inductor would move Triton's cache elsewhere, away from what is compiled ahead.
     os.environ.setdefault("TRITON_CACHE_DIR", str(triton.knobs.cache.dir))

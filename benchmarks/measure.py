@@ -14,7 +14,8 @@ from tuned_configs.lookup import TableSet
 from tuner.compile import template_module
 from tuner.run import Job
 from tuner.timing import LEAST_GAIN, Comparison, Timing, compare_paired
-from tuner.trial import STICKY, Bench, WrongResultError, compile_stock
+from tuner.trial import Bench, WrongResultError, compile_stock
+from tuner.worker import Fatal
 
 from .fixed import NoFixedLaunchError, fixed
 from .result import CONTESTANTS, PEERS, Row
@@ -196,16 +197,10 @@ class Measurer:
 
     def reason(self, error: Exception) -> str:
         """An error in one line; ContextLostError when nothing can be measured after it."""
-        text = str(error).strip()
-        reason = f"{type(error).__name__}: {text.splitlines()[0][:300] if text else ''}"
-        if self.bench.device.type == "cuda":
-            if any(mark in text.lower() for mark in STICKY):
-                raise ContextLostError(reason) from error
-            try:
-                torch.cuda.synchronize(self.bench.device)
-            except Exception as again:
-                raise ContextLostError(f"{reason} (then {again})") from error
-        return reason
+        try:
+            return self.bench.classify(error)[1]
+        except Fatal as lost:
+            raise ContextLostError(str(lost)) from error
 
 
 def _against(samples: dict[str, list[float]], same: dict[str, str]) -> dict[str, Comparison]:

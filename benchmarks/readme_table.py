@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
-import tuned_configs
 from kernel_templates.base import record_from_dict, templates
+from tuned_configs.roots import shipped_root
 from tuned_configs.store import read_table, table_path
+from tuner.report import times
 
 DEVICE = "NVIDIA H200"
 TOKENS = (1, 32, 8192)
@@ -19,18 +19,15 @@ HEADER = (
 
 def rows(device: str = DEVICE) -> Iterator[str]:
     """One Markdown row per kind of problem and token count, times in microseconds."""
-    root = Path(tuned_configs.__file__).parent
     for name, template in templates().items():
-        path = table_path(root, device, name)
+        path = table_path(shipped_root(), device, name)
         if not path.exists():
             continue
         for entry in read_table(path).entries:
             problem = record_from_dict(template.problem, entry.problem)
             if problem.tokens not in TOKENS or entry.time_us is None:
                 continue
-            tuned = entry.time_us.median
-            default = entry.default_us.median if entry.default_us else None
-            stock = entry.stock_us.median if entry.stock_us else None
+            tuned, default, stock = times(entry)
             yield (
                 f"| {name} | {template.describe(problem)} | {problem.tokens} | {tuned:.2f} | "
                 f"{'-' if default is None else f'{default:.2f}'} | "

@@ -260,7 +260,7 @@ def make_inputs(problem: Problem, seed: int, device: torch.device, pad: int = 0)
     splits = most_splits(problem.sequences)
     shape = (problem.sequences, problem.query_heads, problem.queries, problem.head_dim)
     sums, rows = scratch_sizes(*shape, splits)
-    parts = [torch.full((size,), torch.nan, device=device) for size in (sums, rows, rows)]
+    parts = [torch.empty(size, device=device).fill_(torch.nan) for size in (sums, rows, rows)]
     return DecodeInputs(**fields, part_sum=parts[0], part_maximum=parts[1], part_total=parts[2])
 
 

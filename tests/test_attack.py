@@ -13,17 +13,18 @@ import pytest
 from typer import BadParameter
 from typer.testing import CliRunner
 
+from tuned_configs import roots
 from tuned_configs.faults import TableError
 from tuned_configs.lint import lint
 from tuned_configs.store import read_table
-from tuner import cli, compile, places, queries
+from tuner import cli, compile, queries
 from tuner.model import PRESET_FOLDER, ModelConfigError, load_model
 from tuner.run import Settings, Tuner
 from tuner.search import ProblemSearch, StorageError, open_storage
 from tuner.trial import Outcome, Status
 from tuner.worker import RemoteError
 
-SHIPPED = places.shipped_root() / "NVIDIA_H200" / "moe_routing.json"
+SHIPPED = roots.shipped_root() / "NVIDIA_H200" / "moe_routing.json"
 
 
 @pytest.mark.parametrize("text", ["9" * 5000, "1-" + "9" * 5000, "1-" + "9" * 15, "١"])
@@ -75,7 +76,7 @@ def test_lint_of_an_overlong_path() -> None:
 def test_configs_of_an_unknown_user(monkeypatch: pytest.MonkeyPatch) -> None:
     """``~nobody/tables`` in the environment ended every command in a traceback."""
     monkeypatch.setenv("GEMMA_TUNE_CONFIGS", "~no-such-user/tables")
-    assert places.user_root() == Path("~no-such-user/tables")
+    assert roots.user_root() == Path("~no-such-user/tables")
 
 
 def run_main(words: list[str], **how: Any) -> subprocess.CompletedProcess[str]:

@@ -19,8 +19,9 @@ from test_run import alive, descendants, lines_of
 from typer.testing import CliRunner
 
 from kernel_templates.base import templates
+from tuned_configs import roots
 from tuned_configs.store import read_table
-from tuner import cli, places
+from tuner import cli
 from tuner.device import ProbeResult, known_gpus
 from tuner.model import preset_names
 
@@ -48,7 +49,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
     monkeypatch.delenv("GEMMA_TUNE_CONFIGS", raising=False)
-    monkeypatch.setattr(places, "shipped_root", lambda: tmp_path / "shipped")
+    monkeypatch.setattr(roots, "shipped_root", lambda: tmp_path / "shipped")
     monkeypatch.setattr(cli, "probe", lambda: ProbeResult(reason="the test has none"))
     for console in (cli.OUT, cli.LOG):
         monkeypatch.setattr(console, "_width", 400)
@@ -315,7 +316,7 @@ def test_a_gpu_that_does_not_start_is_said(monkeypatch: pytest.MonkeyPatch, tmp_
     refused = answer(*SMALL)
     assert refused.code == 1
     refused.says("error: the measuring worker does not start: ", "0 problems decided")
-    assert list(places.user_root().rglob("*.json")) == []
+    assert list(roots.user_root().rglob("*.json")) == []
 
 
 # Interruption

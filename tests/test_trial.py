@@ -159,7 +159,7 @@ def test_stale_outputs_do_not_pass(bench: Bench, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("mark", STICKY)
 def test_sticky_messages(mark: str, bench: Bench) -> None:
     with pytest.raises(Fatal, match=mark.capitalize()):
-        bench._classify(RuntimeError(f"CUDA error: {mark.capitalize()} was met\nmore"))
+        bench.classify(RuntimeError(f"CUDA error: {mark.capitalize()} was met\nmore"))
 
 
 def test_an_error_that_shows_up_later_is_fatal_too(
@@ -170,7 +170,7 @@ def test_an_error_that_shows_up_later_is_fatal_too(
 
     monkeypatch.setattr(bench, "_synchronize", synchronize)
     with pytest.raises(Fatal, match=r"ValueError: harmless \(then CUDA error: launch failed\)"):
-        bench._classify(ValueError("harmless"))
+        bench.classify(ValueError("harmless"))
 
 
 def named(name: str, message: str) -> Exception:
@@ -196,7 +196,7 @@ def named(name: str, message: str) -> Exception:
 def test_errors_that_are_survived(
     failure: Exception, status: Status, reason: str, bench: Bench
 ) -> None:
-    found, text = bench._classify(failure)
+    found, text = bench.classify(failure)
     assert found is status
     assert text.endswith(reason)
     assert "\n" not in text

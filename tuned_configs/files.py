@@ -8,6 +8,7 @@ import os
 import secrets
 import time
 from collections.abc import Iterator
+from datetime import datetime, timezone
 from pathlib import Path
 
 from .faults import TableError
@@ -36,6 +37,16 @@ def locked(path: Path, seconds: float) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
+
+
+def aside_of(path: Path) -> Path:
+    """A free name beside a file that is to be moved out of the way: ``<name>.broken-<UTC>``."""
+    base = f"{path.name}.broken-{datetime.now(timezone.utc):%Y%m%dT%H%M%SZ}"
+    name, count = base, 1
+    while os.path.lexists(path.with_name(name)):
+        count += 1
+        name = f"{base}-{count}"
+    return path.with_name(name)
 
 
 def replace_file(path: Path, text: str) -> None:

@@ -10,14 +10,13 @@ import json
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import ValidationError
 
 from .faults import Fault, TableError, fault_at, schema_faults
-from .files import locked, remove_stale, replace_file
+from .files import aside_of, locked, remove_stale, replace_file
 from .jsontext import JsonError, parse, positions, read_text, shown
 from .keys import problem_key, sort_key
 from .naming import folder_name
@@ -193,18 +192,9 @@ def _existing(path: Path, table: Table) -> tuple[Table | None, list[str]]:
             )
         return old, []
     except TableError as error:
-        aside = _free_name(path)
+        aside = aside_of(path)
         path.rename(aside)
         return None, [f"{error}; moved aside to {aside.name}, a new table is begun"]
-
-
-def _free_name(path: Path) -> Path:
-    base = f"{path.name}.broken-{datetime.now(timezone.utc):%Y%m%dT%H%M%SZ}"
-    name, count = base, 1
-    while os.path.lexists(path.with_name(name)):
-        count += 1
-        name = f"{base}-{count}"
-    return path.with_name(name)
 
 
 def _add_run(runs: dict[str, Run], name: str, run: Run) -> str:

@@ -23,6 +23,7 @@ from rich.text import Text
 from sqlalchemy.exc import SQLAlchemyError
 
 from kernel_templates.base import DeviceInfo, ModelShape, templates
+from tuned_configs import roots
 from tuned_configs.faults import TableError
 from tuned_configs.tokens import token_counts
 
@@ -164,7 +165,7 @@ def tune(
         device = choose_device(gpu, measure)
     except (ModelConfigError, DeviceError) as error:
         fail(str(error))
-    folder = out or places.user_root()
+    folder = out or roots.user_root()
     _require_writable(folder)
     _tune(device, models, names, counts, Settings(folder, trials, seconds, jobs, seed), storage)
 
@@ -311,9 +312,9 @@ def list_() -> None:
         highlight=False,
         soft_wrap=True,
     )
-    OUT.print(queries.tables_at_hand(places.roots()))
-    OUT.print(f"shipped tables: {places.shipped_root()}", highlight=False, soft_wrap=True)
-    OUT.print(f"your tables: {places.user_root()}", highlight=False, soft_wrap=True)
+    OUT.print(queries.tables_at_hand(roots.roots()))
+    OUT.print(f"shipped tables: {roots.shipped_root()}", highlight=False, soft_wrap=True)
+    OUT.print(f"your tables: {roots.user_root()}", highlight=False, soft_wrap=True)
 
 
 @app.command()
@@ -348,7 +349,7 @@ def lint(
     ] = 8192,
 ) -> None:
     """Check tables: syntax, schema, coverage, validity on their GPU.  Exit code 1 on errors."""
-    chosen = paths or [root for root in places.roots() if root.is_dir()]
+    chosen = paths or [root for root in roots.roots() if root.is_dir()]
     findings = queries.lint_all(chosen, max_tokens)
     for finding in findings:
         style = "red" if finding.severity == "error" else "yellow"
@@ -386,7 +387,7 @@ def explain(
 
 def _roots(configs: Path | None) -> list[Path]:
     if configs is None:
-        return places.roots()
+        return roots.roots()
     if not configs.is_dir():
         fail(f"{configs} is no folder")
     return [configs]

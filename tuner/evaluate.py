@@ -8,7 +8,6 @@ An evaluator serves one problem at a time: ``open`` it, ``evaluate`` candidates 
 from __future__ import annotations
 
 import dataclasses
-import platform
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ from .device import other_processes
 from .predict import LEAST_GAIN, predict_us
 from .search import ProblemSearch
 from .timing import Timing, compare_paired
-from .trial import Outcome, Status
+from .trial import Outcome, Status, versions
 from .worker import RemoteError, Worker, WorkerDied, WorkerError, WorkerTimeout
 
 #: Seconds for which an answer about other processes on the GPU holds.
@@ -259,11 +258,7 @@ class Predicting:
         self._problem: Any = None
 
     def versions(self) -> Mapping[str, str]:
-        return {
-            "torch": str(torch.__version__),
-            "triton": triton.__version__,
-            "python": platform.python_version(),
-        }
+        return versions()
 
     def open(self, template: KernelTemplate[Any, Any], problem: Any) -> None:
         self._template, self._problem = template, problem

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import tuned_configs
 from kernel_templates.base import DeviceInfo
 from tuned_configs.faults import TableError
 from tuned_configs.naming import folder_name
-from tuned_configs.schema import Entry
+from tuned_configs.roots import roots
+from tuned_configs.schema import Entry, Table
 from tuned_configs.store import read_table
 
 from .device import known_gpus
@@ -20,25 +19,6 @@ from .run import Job, seeds_from_entries
 
 #: Where a tuning run keeps its record of trials, beside what the user is working on.
 STATE_FOLDER = Path(".gemma-tune")
-
-
-def shipped_root() -> Path:
-    """The tables that come with the package."""
-    return Path(tuned_configs.__file__).parent
-
-
-def user_root() -> Path:
-    """The user's own tables: ``GEMMA_TUNE_CONFIGS``, else the user's data folder."""
-    if configured := os.environ.get("GEMMA_TUNE_CONFIGS"):
-        return Path(os.path.expanduser(configured))
-    # Not Path.home: it raises where nobody knows of a home.
-    data = os.environ.get("XDG_DATA_HOME") or os.path.expanduser("~/.local/share")
-    return Path(data) / "gemma-tune" / "tuned_configs"
-
-
-def roots() -> list[Path]:
-    """Where tables are looked for, the preferred last."""
-    return [shipped_root(), user_root()]
 
 
 def tables(searched: list[Path]) -> Iterator[Path]:
@@ -71,7 +51,7 @@ def nearest_seeds(device: DeviceInfo) -> Callable[[Job], Iterator[Any]]:
     Distance is in the logarithm of bandwidth, multiprocessors and L2; measured before predicted.
     """
     known = {gpu.name: gpu for gpu in known_gpus()}
-    ranked: list[tuple[float, Path]] = []
+    ranked: list[tuple[float, Table]] = []
     for path in tables(roots()):
         try:
             table = read_table(path)
@@ -80,10 +60,10 @@ def nearest_seeds(device: DeviceInfo) -> Callable[[Job], Iterator[Any]]:
         other = device if table.device == device.name else known.get(table.device)
         if other is not None:
             predicted = any(run.provenance == "predicted" for run in table.runs.values())
-            ranked.append((_distance(device, other) + 0.1 * predicted, path))
+            ranked.append((_distance(device, other) + 0.1 * predicted, table))
     entries: dict[str, list[Entry]] = {}
-    for _, path in sorted(ranked):
-        table = read_table(path)
+    # Equal distances stay in the order of the paths.
+    for _, table in sorted(ranked, key=lambda pair: pair[0]):
         entries.setdefault(table.template, []).extend(table.entries)
     return seeds_from_entries(entries)
 

@@ -29,7 +29,7 @@ from tuned_configs.store import read_table
 
 from .device import DeviceError, from_data_file, known_gpus, matches
 from .places import devices_with_tables
-from .report import config_text, us, verdict
+from .report import config_text, times, us, verdict
 
 
 def tables_at_hand(roots: Sequence[Path]) -> Table:
@@ -94,15 +94,8 @@ def _shown(kind: str, entries: Sequence[Entry]) -> Table:
         shown.add_column(name, justify="right", no_wrap=True)
     shown.add_column("config", overflow="fold")
     for entry in entries:
-        if entry.time_us is not None:
-            time = entry.time_us.median
-            default = entry.default_us.median if entry.default_us else None
-            stock = entry.stock_us.median if entry.stock_us else None
-            result = str(entry.verdict)
-        else:
-            assert entry.predicted_us is not None
-            time, default = entry.predicted_us.config, entry.predicted_us.default
-            stock, result = None, f"{entry.verdict} (predicted)"
+        time, default, stock = times(entry)
+        result = entry.verdict if entry.predicted_us is None else f"{entry.verdict} (predicted)"
         shown.add_row(
             str(entry.problem.get("tokens", "-")),
             result,

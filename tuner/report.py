@@ -173,11 +173,7 @@ def _kinds(summary: Summary) -> Table:
         counts = [entry.problem.get("tokens", 0) for entry in entries]
         gains = {entry.problem.get("tokens", 0): gain(entry) for entry in entries}
         best = max(gains, key=lambda tokens: gains[tokens])
-        stock = [
-            entry.stock_us.median / entry.time_us.median
-            for entry in entries
-            if entry.stock_us is not None and entry.time_us is not None
-        ]
+        stock = [peer / time for time, _, peer in map(times, entries) if peer is not None]
         table.add_row(
             name,
             kind,
@@ -190,13 +186,22 @@ def _kinds(summary: Summary) -> Table:
     return table
 
 
+def times(entry: Entry) -> tuple[float, float | None, float | None]:
+    """Microseconds of the entry's config, of the default and of stock, measured or predicted."""
+    if entry.predicted_us is not None:
+        return entry.predicted_us.config, entry.predicted_us.default, None
+    assert entry.time_us is not None  # the schema's rule for measured entries
+    return (
+        entry.time_us.median,
+        entry.default_us.median if entry.default_us else None,
+        entry.stock_us.median if entry.stock_us else None,
+    )
+
+
 def gain(entry: Entry) -> float:
     """Default's time over the entry's; 1 where there is nothing to compare with."""
-    if entry.predicted_us is not None:
-        return entry.predicted_us.default / entry.predicted_us.config
-    if entry.default_us is None or entry.time_us is None:
-        return 1.0
-    return entry.default_us.median / entry.time_us.median
+    time, default, _ = times(entry)
+    return 1.0 if default is None else default / time
 
 
 def geomean(values: Iterable[float]) -> float:

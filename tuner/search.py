@@ -16,7 +16,6 @@ import json
 import os
 import random
 import re
-import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -31,6 +30,7 @@ from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from kernel_templates.base import DeviceInfo, record_to_dict
 from search_spaces.base import SearchSpace
+from tuned_configs.files import aside_of
 
 from .trial import Outcome, Status
 
@@ -111,14 +111,10 @@ def _journal(path: Path, lock: FlockLock, say: Callable[[str], None]) -> BaseSto
     except OSError:
         raise
     except Exception as error:
-        aside = _aside(path)
+        aside = aside_of(path)
         path.rename(aside)
         say(f"{path} cannot be replayed ({error!r}): moved aside to {aside.name}, begun anew")
         return JournalStorage(JournalFileBackend(str(path), lock_obj=lock))
-
-
-def _aside(path: Path) -> Path:
-    return path.with_name(f"{path.name}.broken-{time.time_ns()}")
 
 
 def mend_journal(path: Path) -> str | None:
@@ -143,7 +139,7 @@ def mend_journal(path: Path) -> str | None:
         return None
     warning = None
     if b"\n" in data[keep:]:
-        aside = _aside(path)
+        aside = aside_of(path)
         aside.write_bytes(data)
         warning = (
             f"{path}: line {lines + 1} is no record of a trial; the lines before it are used, "
@@ -276,7 +272,7 @@ class ProblemSearch:
     def finals(self) -> dict[str, Any] | None:
         """The stored result of the finals, if this problem was already decided."""
         found = self._durable.user_attrs.get("finals")
-        return dict(found) if found and isinstance(found, dict) else None
+        return dict(found) if isinstance(found, dict) and found else None
 
     def store_finals(self, result: Mapping[str, Any]) -> None:
         self._durable.set_user_attr("finals", dict(result))
@@ -305,10 +301,9 @@ class ProblemSearch:
             if self.space.infeasible(self.problem, config, self.device) is None:
                 return self._take(config, None)
             self.infeasible += 1
-        if not self._left.any():
+        # An exhaustive search has queued all there is, and has no sampler.
+        if self._sampling is None or not self._left.any():
             return None
-        if self._sampling is None:
-            return self._take(self._listing[int(self._left.argmax())], None)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             trial = self._sampling.ask(self._sampled)
@@ -352,10 +347,8 @@ class ProblemSearch:
     def _params_of(self, config: Any) -> dict[str, Any]:
         """The inverse of :meth:`_config_of`."""
         return {
-            name: values.index(getattr(config, name))
-            if isinstance(self._sampled[name], IntDistribution)
-            else getattr(config, name)
-            for name, values in self.choices.items()
+            name: place if isinstance(self._sampled[name], IntDistribution) else values[place]
+            for (name, values), place in zip(self.choices.items(), self._place(config), strict=True)
         }
 
     def _is_new(self, config: Any) -> bool:

@@ -110,6 +110,17 @@ class WrongResultError(Exception):
     """A candidate's output differs from the reference by more than PyTorch's own error allows."""
 
 
+def versions() -> dict[str, str]:
+    """Versions of what makes and runs the binaries in this process."""
+    import triton
+
+    return {
+        "torch": str(torch.__version__),
+        "triton": triton.__version__,
+        "python": platform.python_version(),
+    }
+
+
 class Bench:
     """The handler of a measuring worker.
 
@@ -144,14 +155,8 @@ class Bench:
         self.sets: list[Any] = []
 
     def versions(self) -> dict[str, str]:
-        """Versions of what makes and runs the binaries; ``uuid`` of the GPU where there is one."""
-        import triton
-
-        found = {
-            "torch": str(torch.__version__),
-            "triton": triton.__version__,
-            "python": platform.python_version(),
-        }
+        """:func:`versions`, and the ``uuid`` of the GPU where there is one."""
+        found = versions()
         if self.device.type == "cuda":
             found["uuid"] = str(getattr(torch.cuda.get_device_properties(self.device), "uuid", ""))
         return found
@@ -221,7 +226,7 @@ class Bench:
         except WrongResultError as wrong:
             outcome = Outcome(None, Status.WRONG, str(wrong))
         except Exception as failure:
-            outcome = Outcome(None, *self._classify(failure))
+            outcome = Outcome(None, *self.classify(failure))
         else:
             timing = Timing.of(times)
             outcome = Outcome(None, Status.OK, "", timing.median, timing.spread, ratio, error)
@@ -245,7 +250,7 @@ class Bench:
         try:
             return self.clock.interleave(contestants, rounds)
         except Exception as failure:
-            self._classify(failure)
+            self.classify(failure)
             raise
 
     def stock(self) -> list[Callable[[], Any]]:
@@ -284,7 +289,7 @@ class Bench:
             error = max(error, verdict.max_error)
         return ratio, error
 
-    def _classify(self, failure: Exception) -> tuple[Status, str]:
+    def classify(self, failure: Exception) -> tuple[Status, str]:
         """Status and reason of an exception; ends the process when the context is poisoned."""
         reason = f"{type(failure).__name__}: {headline(failure)}"
         if any(mark in str(failure).lower() for mark in STICKY):
