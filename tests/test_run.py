@@ -12,13 +12,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 from faulty_template import A100, TEMPLATE, Config, Problem, space
 
 from tuned_configs.schema import Entry
 from tuned_configs.store import read_table, table_path
-from tuner.evaluate import Limits, Measuring, Predicting
+from tuner.evaluate import Decision, Limits, Measuring, Predicting
 from tuner.run import Job, Progress, Settings, Summary, Tuner
-from tuner.search import open_storage
+from tuner.search import ProblemSearch, open_storage
+from tuner.timing import Timing
 from tuner.trial import Outcome, Status
 
 #: On the host clock: no stock peer, which inductor would compile for half a minute.
@@ -139,6 +141,65 @@ def test_second_run_reuses_everything(tmp_path: Path) -> None:
     assert (second.trials, second.reused_problems, second.reused_trials) == (0, 2, 6)
     assert recorder.reused == 2
     assert table_path(tmp_path / "out", A100.name, "double").read_text() == before
+
+
+class TwiceTimed(Measuring):
+    """Finds a gain in the config of two warps; ``holds`` says whether a second process does."""
+
+    def __init__(self, holds: bool) -> None:
+        super().__init__({"device": "cpu"}, limits=LIMITS)
+        self.holds = holds
+        self.asked: list[tuple[int, Config, Config]] = []
+
+    def decide(self, search: ProblemSearch, default: Any) -> Decision | None:
+        one, two = Timing(1.0, 0.0), Timing(2.0, 0.0)
+        return Decision(Config("fine", 2), True, 0.5, one, two, error_ratio=1.0, max_error=0.5)
+
+    def confirms(self, config: Any, default: Any) -> bool:
+        self._ready()
+        self.asked.append((self.worker.starts, config, default))
+        return self.holds
+
+
+@pytest.mark.parametrize("holds", [True, False])
+def test_a_gain_must_show_in_a_second_process(tmp_path: Path, holds: bool) -> None:
+    # case 11: what one process measures may be the luck of where things lie in memory
+    evaluator = TwiceTimed(holds)
+    summary, recorder = tune(tmp_path, jobs(["fine"], tokens=(8, 4)), evaluator)
+    default = Config("fine", 4)
+    assert evaluator.asked == [(2, Config("fine", 2), default)] * 2
+    assert (summary.confirmed, summary.unconfirmed) == ((2, 0) if holds else (0, 2))
+    assert len(summary.decided) == 2
+    for entry in entries(tmp_path):
+        assert entry.verdict == ("tuned" if holds else "default")
+        assert entry.config["num_warps"] == (2 if holds else 4)
+        assert entry.default_us is not None
+        assert entry.default_us.median == 2.0
+        assert entry.time_us is not None
+        assert entry.time_us.median == (1.0 if holds else 2.0)
+    assert any("in a second process" in said for said in recorder.said) is not holds
+    # Once is enough: the answer is recorded.
+    again = TwiceTimed(not holds)
+    tune(tmp_path, jobs(["fine"], tokens=(8, 4)), again)
+    assert again.asked == []
+    assert {entry.verdict for entry in entries(tmp_path)} == {"tuned" if holds else "default"}
+
+
+def test_gains_not_timed_again_wait_for_the_next_run(tmp_path: Path) -> None:
+    hours = iter(range(1000))
+    storage = open_storage(None, tmp_path / "state")
+    for budget, timed in ((1.0, 0), (3600.0 * 1000, 1)):
+        evaluator, recorder = TwiceTimed(True), Recorder()
+        settings = Settings(tmp_path / "out", jobs=1, seconds=budget)
+        tuner = Tuner(A100, evaluator, storage, settings, recorder, clock=lambda: next(hours))
+        try:
+            if not timed:
+                # All of the time is over when the search of the only problem begins.
+                tuner.clock = iter([0.0, 0.0, *[2.0] * 1000]).__next__
+            summary = tuner.run(jobs(["fine"]))
+        finally:
+            evaluator.close()
+        assert (len(evaluator.asked), summary.not_timed_again) == (timed, 1 - timed)
 
 
 def test_more_trials_search_further(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from tuner.timing import (
     LEAST_GAIN,
+    LEAST_GAIN_US,
     CudaClock,
     HostClock,
     Timing,
@@ -46,6 +47,12 @@ def test_a_real_gain_is_taken() -> None:  # case 11
         back = compare_paired(noisy(545, 8, seed), noisy(394, 8, seed + 1000))
         assert back.slower
         assert not back.faster
+
+
+def test_a_gain_of_less_than_a_process_moves_is_none() -> None:
+    flat = [2.0] * ROUNDS
+    assert not compare_paired([2.0 - 0.9 * LEAST_GAIN_US] * ROUNDS, flat).faster
+    assert compare_paired([2.0 - 1.1 * LEAST_GAIN_US] * ROUNDS, flat).faster
 
 
 def test_a_small_gain_is_seen_through_small_noise() -> None:

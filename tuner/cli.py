@@ -288,12 +288,21 @@ def _summarise(summary: Summary, settings: Settings) -> None:
             f"; reused {summary.reused_problems} finished problems and {summary.reused_trials} "
             "trials of an earlier run"
         )
+    if again := summary.confirmed + summary.unconfirmed:
+        text += f"; {summary.confirmed} of {again} gains showed again in a second process"
     OUT.print(text, highlight=False, soft_wrap=True)
     if summary.undecided:
         OUT.print(f"no result for {len(summary.undecided)} problems", style="red", soft_wrap=True)
     if summary.left:
         OUT.print(
             f"the budget ended before {summary.left} problems: run the same command to go on",
+            style="yellow",
+            soft_wrap=True,
+        )
+    if summary.not_timed_again:
+        OUT.print(
+            f"the budget ended before {summary.not_timed_again} gains were timed in a second "
+            "process: run the same command to go on",
             style="yellow",
             soft_wrap=True,
         )

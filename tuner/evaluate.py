@@ -76,6 +76,12 @@ class Evaluator(Protocol):
     def decide(self, search: ProblemSearch, default: Any) -> Decision | None:
         """Choose between the best candidates and the default; None when nothing is valid."""
 
+    def renew(self) -> None:
+        """Go on in another process, for a second opinion."""
+
+    def confirms(self, config: Any, default: Any) -> bool:
+        """Whether the open problem's config beats the default here too, beyond the noise."""
+
     def close(self) -> None:
         """Release the GPU."""
 
@@ -219,6 +225,16 @@ class Measuring:
             notes=tuple(notes),
         )
 
+    def renew(self) -> None:
+        self.worker.close()
+
+    def confirms(self, config: Any, default: Any) -> bool:
+        try:
+            mine, base = self._finals([config, default], stock=False)
+        except WorkerError:
+            return False  # it fails here: whatever it gained there
+        return compare_paired(mine, base).faster
+
     def company(self) -> list[str]:
         """Other processes that compute on the GPU; asked anew after :data:`COMPANY_SECONDS`."""
         now = time.monotonic()
@@ -294,6 +310,12 @@ class Predicting:
             gain=gain if chosen is not base else 0.0,
             predicted=(chosen.time_us, base.time_us),
         )
+
+    def renew(self) -> None:
+        return None
+
+    def confirms(self, config: Any, default: Any) -> bool:
+        return True  # a prediction says the same every time
 
     def close(self) -> None:
         return None

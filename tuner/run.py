@@ -2,8 +2,9 @@
 
 The way of a problem: candidates are asked for and compiled ahead, in parallel; what cannot run is
 dropped by the numbers of its binary; the evaluator judges the others one by one; finals decide
-between the best and the default; the table is rewritten.  All of it is recorded as it happens, so
-a run that is killed at any moment goes on where it was.
+between the best and the default; the table is rewritten.  At the end every gain is timed again in
+another process: one that does not show there was noise, and the default takes its place.  All of it
+is recorded as it happens, so a run that is killed at any moment goes on where it was.
 """
 
 from __future__ import annotations
@@ -47,6 +48,8 @@ LOOK_AHEAD = 1
 SYNC_TRIALS = 16
 #: Crashes and hangs in a row after which a problem's search ends with what it has.
 LOST_IN_A_ROW = 6
+#: Share of the time that is kept for timing the gains again.
+CONFIRM_SHARE = 0.12
 
 
 @dataclass(frozen=True)
@@ -109,7 +112,9 @@ class Reporter(Protocol):
 
 @dataclass
 class Summary:
-    """What a run did.  ``reused_trials`` were taken from an earlier run's record."""
+    """What a run did.  ``reused_trials`` were taken from an earlier run's record; ``confirmed`` and
+    ``unconfirmed`` gains did and did not show in a second process, ``not_timed_again`` were left
+    for want of time."""
 
     decided: list[tuple[Job, Entry]] = field(default_factory=list)
     undecided: list[tuple[Job, str]] = field(default_factory=list)
@@ -117,6 +122,9 @@ class Summary:
     trials: int = 0
     reused_trials: int = 0
     reused_problems: int = 0
+    confirmed: int = 0
+    unconfirmed: int = 0
+    not_timed_again: int = 0
     binaries: int = 0
     infeasible: int = 0
     rejected: collections.Counter[str] = field(default_factory=collections.Counter)
@@ -176,6 +184,7 @@ class Tuner:
         self._judges = concurrent.futures.ThreadPoolExecutor(1)
         self._neighbours: dict[Any, list[Any]] = {}
         self._candidates: dict[Any, list[Any]] = {}
+        self._gains: list[tuple[Job, ProblemSearch, Any]] = []
         started = datetime.now(timezone.utc)
         self.run_name = f"{started:%Y-%m-%dT%H:%M:%SZ}-{evaluator.mode}"
 
@@ -183,7 +192,8 @@ class Tuner:
         """Tune every job, within the time given; what was decided is on disk at any moment."""
         start = self.clock()
         seconds = self.settings.seconds
-        deadline = None if seconds is None else start + seconds
+        end = None if seconds is None else start + seconds
+        deadline = None if seconds is None else start + (1.0 - CONFIRM_SHARE) * seconds
         versions = self.evaluator.versions()
         self.reporter.begin(len(jobs), deadline)
         with CompilePool(self.device.target, self.settings.jobs) as pool:
@@ -198,6 +208,7 @@ class Tuner:
                         part = weight(job) / sum(map(weight, jobs[number:]))
                         share = now + (deadline - now) * part
                     self._tune(job, number, len(jobs), share, pool, versions)
+                self._time_again(end)
             finally:
                 self._judges.shutdown(wait=False, cancel_futures=True)
                 self.summary.binaries = pool.compiled
@@ -238,6 +249,7 @@ class Tuner:
             self.summary.reused_problems += 1
             self._emit(job, entry[0], entry[1], entry[2], (), reused=True)
             self._remember(kind, job, search)
+            self._note_gain(job, search, default, entry[2])
             return
         state = Progress(job, number + 1, total, search, default, deadline)
         self.reporter.progress(state, None)
@@ -270,6 +282,59 @@ class Tuner:
             }
         )
         self._emit(job, self.run_name, run, new, decision.notes, reused=False)
+        self._note_gain(job, search, default, new)
+
+    def _note_gain(self, job: Job, search: ProblemSearch, default: Any, entry: Entry) -> None:
+        found = search.finals or {}
+        if entry.verdict == "tuned" and entry.default_us is not None and not found.get("confirmed"):
+            self._gains.append((job, search, default))
+
+    def _time_again(self, end: float | None) -> None:
+        """Time every measured gain in another process; what does not show there was noise."""
+        if not self._gains:
+            return
+        self.reporter.say(f"timing {len(self._gains)} gains again, in another process")
+        self.evaluator.renew()
+        for number, (job, search, default) in enumerate(self._gains):
+            if end is not None and self.clock() >= end:
+                self.summary.not_timed_again = len(self._gains) - number
+                return
+            stored = _parsed(search.finals)
+            if stored is None:
+                continue
+            run_name, run, entry = stored
+            config = record_from_dict(job.template.config, entry.config)
+            try:
+                self.evaluator.open(job.template, job.problem)
+            except Refused as refusal:
+                self.reporter.say(f"{job.template.name}, {job.kind}: not timed again: {refusal}")
+                continue
+            holds = self.evaluator.confirms(config, default)
+            self.summary.confirmed += holds
+            self.summary.unconfirmed += not holds
+            if not holds:
+                entry = self._demoted(entry, default, search.outcomes.get(default))
+            record = {**(search.finals or {}), "confirmed": True, "entry": entry.model_dump()}
+            search.store_finals(record)
+            if not holds:
+                self._write(job, run_name, run, entry)
+                self.reporter.say(
+                    f"{job.template.name} {job.kind}, {job.problem.tokens} tokens: default kept, "
+                    "the gain did not show in a second process"
+                )
+
+    @staticmethod
+    def _demoted(entry: Entry, default: Any, outcome: Outcome | None) -> Entry:
+        """The entry with the default in place of a config whose gain did not show again."""
+        error = _max_error(outcome.error_ratio, outcome.max_error) if outcome else None
+        return entry.model_copy(
+            update={
+                "config": record_to_dict(default),
+                "verdict": "default",
+                "time_us": entry.default_us,
+                "max_error": error,
+            }
+        )
 
     def _search(self, job: Job, search: ProblemSearch, state: Progress, pool: CompilePool) -> None:
         """Judge candidates until the budget or the problem's share of the time is spent."""
@@ -346,17 +411,12 @@ class Tuner:
         found = search.finals
         if not found or not found.get("complete"):
             return None
-        trials, run_name = found.get("trials", 0), found.get("run_name")
-        if not isinstance(trials, int) or not isinstance(run_name, str):
+        trials = found.get("trials", 0)
+        if not isinstance(trials, int):
             return None  # edited by hand
         if trials < self.settings.trials and not search.exhausted:
             return None
-        try:
-            entry = Entry.model_validate(found["entry"])
-            run = Run.model_validate(found["run"])
-        except (KeyError, ValidationError):
-            return None
-        return run_name, run, entry
+        return _parsed(found)
 
     def _undecided(self, job: Job, reason: str) -> None:
         self.summary.undecided.append((job, reason))
@@ -365,23 +425,23 @@ class Tuner:
     def _emit(
         self, job: Job, run_name: str, run: Run, entry: Entry, notes: Sequence[str], reused: bool
     ) -> None:
+        if self._write(job, run_name, run, entry):
+            notes = (*notes, "a measured entry stands and was kept")
+        self.reporter.decided(job, entry, reused, notes)
+
+    def _write(self, job: Job, run_name: str, run: Run, entry: Entry) -> bool:
+        """Put an entry into its table; whether another one stands and was kept instead."""
         entry = entry.model_copy(update={"run": run_name, "models": list(job.models)})
         table = make_table(job.template.name, run_name, run, [entry])
         update = update_table(self.settings.out, table)
         for warning in update.warnings:
             self.reporter.say(warning)
-        if update.kept:
-            notes = (*notes, "a measured entry stands and was kept")
         self.summary.files.add(update.path)
+        self.summary.decided = [pair for pair in self.summary.decided if pair[0] is not job]
         self.summary.decided.append((job, entry))
-        self.reporter.decided(job, entry, reused, notes)
+        return bool(update.kept)
 
     def _entry(self, job: Job, search: ProblemSearch, decision: Decision) -> Entry:
-        error = None
-        if decision.error_ratio is not None and decision.max_error is not None:
-            error = MaxError(
-                ratio=_short(decision.error_ratio), absolute=_short(decision.max_error)
-            )
         predicted = None
         if decision.predicted is not None:
             predicted = Predicted(
@@ -395,7 +455,7 @@ class Tuner:
             default_us=_timing(decision.default),
             stock_us=_timing(decision.stock),
             predicted_us=predicted,
-            max_error=error,
+            max_error=_max_error(decision.error_ratio, decision.max_error),
             trials=len(search.outcomes),
             rejected=search.rejected(),
             models=list(job.models),
@@ -445,6 +505,22 @@ def seeds_from_entries(
                 continue  # another version's config
 
     return seeds
+
+
+def _parsed(found: Mapping[str, Any] | None) -> tuple[str, Run, Entry] | None:
+    """Run name, run and entry of a stored decision; None for one that was edited by hand."""
+    if not found or not isinstance(run_name := found.get("run_name"), str):
+        return None
+    try:
+        return run_name, Run.model_validate(found["run"]), Entry.model_validate(found["entry"])
+    except (KeyError, ValidationError):
+        return None
+
+
+def _max_error(ratio: float | None, absolute: float | None) -> MaxError | None:
+    if ratio is None or absolute is None:
+        return None
+    return MaxError(ratio=_short(ratio), absolute=_short(absolute))
 
 
 def _timing(timing: Timing | None) -> TimingFields | None:
