@@ -228,7 +228,7 @@ def _measure_all(
 ) -> None:
     """Every problem in turn; an error ends its problem, never the run."""
     report.copy_bytes = COPY_BYTES >> 8 if report.dry_run else COPY_BYTES
-    names = [f"{job.template.name}, {job.kind}, {job.problem.tokens} tokens" for job in work]
+    names = [job.title for job in work]
     done = 0
     try:
         try:

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 from .attention_common import LOG2_E, attend, first_key
-from .attention_limits import fitting
+from .attention_limits import MOST_SPILL, fitting
 from .attention_problem import (
     AttentionInputs,
     Problem,
@@ -143,8 +143,9 @@ def _split_kernel(
         values + kv_head.to(tl.int64) * value_head_stride,
         block_table + sequence.to(tl.int64) * table_stride,
         key_block_stride, key_slot_stride, value_block_stride, value_slot_stride,
+        None, None, 0, 0, 0, 0,
         low, high, length, qk_scale,
-        HEAD_DIM, BLOCK_SIZE, WINDOW, SOFTCAP, BLOCK_M, TILE,
+        HEAD_DIM, HEAD_DIM, BLOCK_SIZE, WINDOW, SOFTCAP, BLOCK_M, TILE, True,
     )  # fmt: skip
     if SPLITS == 1:
         accumulator = accumulator / total[:, None]
@@ -316,5 +317,6 @@ TEMPLATE = KernelTemplate(
     describe=describe,
     same_kernel=("tokens", "context"),
     stock_config=stock_config,
+    most_spill=MOST_SPILL,
     preview=True,
 )

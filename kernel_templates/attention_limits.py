@@ -12,6 +12,13 @@ from .base import DTYPES, DeviceInfo
 #: Registers of a thread that the accumulator may fill: the rest holds scores and addresses.
 ACCUMULATOR_REGISTERS = 200
 
+#: Bytes per thread that a candidate may spill: addresses at the edges of a range of keys, which
+#: cost less than the smaller tile that spills nothing (the fastest of 15 on an H200 spilled 80).
+MOST_SPILL = 256
+
+#: The first capability whose copy engine reads tiles by descriptors.
+DESCRIPTOR_CAPABILITY = (9, 0)
+
 #: The first capability whose conversions know ``float8_e4m3fn``.
 FP8_CAPABILITY = (8, 9)
 
@@ -22,23 +29,32 @@ def _warpgroup(block_m: int, num_warps: int, device: DeviceInfo) -> bool:
 
 
 def shared_memory(
-    problem: Problem, block_m: int, tile: int, num_warps: int, num_stages: int, device: DeviceInfo
+    problem: Problem,
+    block_m: int,
+    tile: int,
+    num_warps: int,
+    num_stages: int,
+    device: DeviceInfo,
+    parts: int = 1,
+    descriptors: bool = False,
 ) -> tuple[int, str]:
     """Bytes of shared memory that a program takes, and the arithmetic.
 
     Q, and K and V of every tile that is buffered.  A pipeline of n stages buffers n - 1 tiles, one
     more where asynchronous matrix instructions still read the one before.  Probabilities pass
     through shared memory for a warp's own instructions; an fp8 tile does, widened, for a
-    warpgroup's.
+    warpgroup's.  A tile fetched by descriptors has a barrier.
     """
     size, kv_size = DTYPES[problem.dtype].itemsize, problem.cache_dtype.itemsize
     head_dim, whole = problem.head_dim, _warpgroup(block_m, num_warps, device)
     q, k = block_m * head_dim * size, tile * head_dim * kv_size
+    value_dim = head_dim // parts
+    v = tile * value_dim * kv_size
     text = f"Q {block_m} x {head_dim} x {size} B"
     if num_stages > 1:
         tiles = num_stages if whole else num_stages - 1
-        needed = q + tiles * 2 * k
-        text += f" + {tiles} tiles x K and V {tile} x {head_dim} x {kv_size} B"
+        needed = q + tiles * (k + v) + 8 * tiles * descriptors
+        text += f" + {tiles} tiles x K and V {tile} x {_widths(head_dim, value_dim)} x {kv_size} B"
     else:
         needed = q + k
         text += f" + K or V {tile} x {head_dim} x {kv_size} B"
@@ -51,9 +67,30 @@ def shared_memory(
     return needed, text
 
 
+def _widths(head_dim: int, value_dim: int) -> str:
+    return str(head_dim) if value_dim == head_dim else f"({head_dim} and {value_dim})"
+
+
+def accumulator_registers(block_m: int, head_dim: int, num_warps: int) -> float:
+    """Registers of each thread that hold the accumulator."""
+    return block_m * head_dim / (32 * num_warps)
+
+
+def descriptor_limit(problem: Problem, tile: int, device: DeviceInfo) -> str | None:
+    """Reason why tiles cannot be fetched by descriptors, or None."""
+    if device.capability < DESCRIPTOR_CAPABILITY:
+        needed, found = (".".join(map(str, c)) for c in (DESCRIPTOR_CAPABILITY, device.capability))
+        return f"descriptors need capability {needed}, this GPU has {found}"
+    if problem.block_size % tile:
+        return f"descriptors of tiles of {tile} in blocks of {problem.block_size}"
+    if problem.kv_dtype != "same":
+        return f"descriptors of a cache of {problem.kv_dtype}, which must be widened"
+    return None
+
+
 def accumulator_limit(block_m: int, head_dim: int, num_warps: int) -> str | None:
     """Reason why the accumulator leaves too few registers, or None."""
-    registers = block_m * head_dim / (32 * num_warps)
+    registers = accumulator_registers(block_m, head_dim, num_warps)
     if registers > ACCUMULATOR_REGISTERS:
         return (
             f"accumulator of {block_m} x {head_dim} takes {registers:g} registers of each of "

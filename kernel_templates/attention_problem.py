@@ -20,6 +20,9 @@ KV_DTYPES = {"float8_e4m3fn": torch.float8_e4m3fn}
 #: Slots of a block where pages are largest: vLLM's default.
 BLOCK_SIZE = 16
 
+#: Those that models have problems for: the default, and one whose blocks hold whole tiles.
+BLOCK_SIZES = (BLOCK_SIZE, 64)
+
 #: An id in the block table that no cache has: to follow it is to read out of bounds.
 NO_BLOCK = 2**30
 
@@ -331,7 +334,7 @@ def problem_kinds(model: ModelShape) -> list[dict[str, int | str]]:
 
     Layers that share another's KV cache have its shapes, so they merge with it.  vLLM gives all
     groups of layers pages of equal size (``unify_kv_cache_spec_page_size`` in its
-    ``kv_cache_utils``): the widest have blocks of :data:`BLOCK_SIZE`, the others more slots.
+    ``kv_cache_utils``): the widest have blocks of :data:`BLOCK_SIZES`, the others more slots.
     """
     widest = max(layer.kv_heads * layer.head_dim for layer in model.layers)
     kinds = dict.fromkeys(
@@ -344,9 +347,10 @@ def problem_kinds(model: ModelShape) -> list[dict[str, int | str]]:
             "kv_heads": kv_heads,
             "head_dim": head_dim,
             "window": window,
-            "block_size": BLOCK_SIZE * max(1, widest // (kv_heads * head_dim)),
+            "block_size": slots * max(1, widest // (kv_heads * head_dim)),
             "dtype": model.dtype,
         }
+        for slots in BLOCK_SIZES
         for query_heads, kv_heads, head_dim, window in kinds
     ]
 

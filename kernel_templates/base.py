@@ -218,7 +218,8 @@ class KernelTemplate(Generic[P, C]):
     ``exact_outputs`` must equal the reference bit for bit (integers, such as expert ids).
     ``stock_config`` is given where a server runs a hand-written kernel: the config with that
     kernel's algorithm and constants, which is the stock peer in place of the compiled reference.
-    ``fits(inputs)`` raises ValueError for operands that do not fit together.  A ``preview``
+    ``fits(inputs)`` raises ValueError for operands that do not fit together.  A candidate may spill
+    ``most_spill`` bytes per thread to local memory, and is measured like any other.  A ``preview``
     template has not been measured yet and is tuned only when it is named.
     """
 
@@ -236,6 +237,7 @@ class KernelTemplate(Generic[P, C]):
     exact_outputs: tuple[str, ...] = ()
     stock_config: Callable[[P], C] | None = None
     fits: Callable[[Any], None] | None = None
+    most_spill: int = 0
     preview: bool = False
 
     def launch(self, inputs: Any, config: C) -> None:

@@ -26,11 +26,13 @@ class SearchSpace:
     ``infeasible(problem, config, device)`` is the only validity predicate: it gives the reason why
     a config cannot run or cannot be worth running there, with the numbers, or None.  It must hold
     for the default config of every problem on every supported GPU, or that GPU is unsupported.
+    ``likely`` are configs that did well on some GPU, to be tried early where they are feasible.
     """
 
     template: str
     choices: Callable[[Any, DeviceInfo], Choices]
     infeasible: Callable[[Any, Any, DeviceInfo], str | None]
+    likely: tuple[Any, ...] = ()
 
     @property
     def kernel(self) -> KernelTemplate[Any, Any]:
@@ -43,6 +45,10 @@ class SearchSpace:
             config = self.kernel.config(**dict(zip(choices, values, strict=True)))
             if self.infeasible(problem, config, device) is None:
                 yield config
+
+    def starts(self, problem: Any, device: DeviceInfo) -> list[Any]:
+        """The feasible ones of ``likely``."""
+        return [c for c in self.likely if self.infeasible(problem, c, device) is None]
 
     def neighbours(self, problem: Any, config: Any, device: DeviceInfo) -> list[Any]:
         """Feasible configs that differ from ``config`` in one field, by one step."""

@@ -23,7 +23,10 @@ HEADS = [
 
 
 def prefilled(inputs: AttentionInputs, block_m: int = 16, tile: int = 16) -> torch.Tensor:
-    config = prefill.Config(block_m, tile, True, 4, 2)
+    """The output, with masks at the edges only; with masks everywhere it must be right too."""
+    everywhere = prefill.Config(block_m, tile, 1, False, False, 4, 2)
+    assert_right(prefill.TEMPLATE, inputs, everywhere)
+    config = dataclasses.replace(everywhere, edges_apart=True)
     return assert_right(prefill.TEMPLATE, inputs, config)
 
 
@@ -56,13 +59,58 @@ def test_mixed_batch(dtype: str) -> None:
     prefilled(dataclasses.replace(inputs, window=16), block_m=16, tile=32)
 
 
-@pytest.mark.parametrize("heavy_first", [False, True])
+@pytest.mark.parametrize(
+    ("parts", "edges_apart", "descriptors"),
+    [(1, True, False), (1, False, False), (2, True, False), (1, True, True), (2, True, True)],
+)
 @pytest.mark.parametrize(("block_m", "tile"), [(16, 64), (64, 16), (128, 128), (256, 32)])
-def test_prefill_tiles(block_m: int, tile: int, heavy_first: bool) -> None:
+def test_prefill_tiles(
+    block_m: int, tile: int, parts: int, edges_apart: bool, descriptors: bool
+) -> None:
     for window in (0, 9, 100):
-        inputs = batch([50, 33], [0, 70], (8, 2), window=window)
-        config = prefill.Config(block_m, tile, heavy_first, 4, 1)
+        inputs = batch([50, 33], [0, 170], (8, 2), window=window, slots=128)
+        config = prefill.Config(block_m, tile, parts, edges_apart, descriptors, 4, 1)
+        (call,) = prefill.TEMPLATE.calls(inputs, config)
+        assert (call.args["key_rows"] is not None) == descriptors
         assert_right(prefill.TEMPLATE, inputs, config)
+
+
+@pytest.mark.parametrize("order", ["heads, slots", "slots, heads", "K beside V", "one head"])
+def test_layouts_that_descriptors_can_describe(order: str) -> None:
+    inputs = batch([30, 3], [0, 90], (4, 1 if order == "one head" else 2), slots=32)
+    keys, values = inputs.keys, inputs.values
+    if order == "slots, heads":
+        keys, values = keys.contiguous(), values.contiguous()
+    elif order == "K beside V":
+        both = torch.stack((keys, values), 1)  # [blocks, 2, slots, heads, head dim]
+        keys, values = both[:, 0], both[:, 1]
+    moved = dataclasses.replace(inputs, keys=keys, values=values)
+    config = prefill.Config(16, 16, 1, True, True, 4, 2)
+    (call,) = prefill.TEMPLATE.calls(moved, config)
+    assert call.args["key_rows"] is not None
+    assert_right(prefill.TEMPLATE, moved, config)
+
+
+def test_other_memory_is_read_by_pointers() -> None:
+    config = prefill.Config(16, 16, 1, True, True, 4, 2)
+    inputs = batch([30, 3], [0, 90], (4, 2), slots=32)
+    odd_blocks = torch.zeros(inputs.keys.shape[0], 2 * 32 * 64 + 8, dtype=inputs.keys.dtype)
+    odd = odd_blocks[:, :-8].view(-1, 2, 32, 64).transpose(1, 2)[..., :32]
+    for change in (
+        {"keys": inputs.keys.contiguous()},  # other strides than the values'
+        {"keys": odd.copy_(inputs.keys), "values": odd},  # blocks are no whole number of rows
+    ):
+        moved = dataclasses.replace(inputs, **change)
+        (call,) = prefill.TEMPLATE.calls(moved, config)
+        assert call.args["key_rows"] is None
+        assert_right(prefill.TEMPLATE, moved, config)
+    small = batch([30, 3], [0, 90], (4, 2), slots=48)
+    (call,) = prefill.TEMPLATE.calls(small, dataclasses.replace(config, tile=32))
+    assert call.args["key_rows"] is None
+    narrow = dataclasses.replace(inputs, keys=inputs.keys.to(torch.float8_e4m3fn))
+    narrow = dataclasses.replace(narrow, values=inputs.values.to(torch.float8_e4m3fn))
+    (call,) = prefill.TEMPLATE.calls(narrow, config)
+    assert call.args["key_rows"] is None
 
 
 @pytest.mark.parametrize("group", [3, 6])
@@ -145,7 +193,7 @@ def test_strides_of_size_one_dimensions_do_not_count() -> None:
     odd["block_table"] = torch.zeros_like(inputs.block_table)
     strange = dataclasses.replace(inputs, **odd)
     for template, config in (
-        (prefill.TEMPLATE, prefill.Config(16, 16, False, 4, 2)),
+        (prefill.TEMPLATE, prefill.Config(16, 16, 1, True, False, 4, 2)),
         (decode.TEMPLATE, decode.Config(16, 1, 4, 2)),
     ):
         args = template.calls(decode_inputs(strange, 1)[0], config)[0].args
@@ -171,7 +219,7 @@ def test_block_offsets_beyond_32_bits() -> None:  # case 49
     moved = dataclasses.replace(inputs, keys=keys, values=values, block_table=table)
     wanted = prefill.TEMPLATE.reference(inputs)["attended"]
     for run in (
-        lambda: prefill.TEMPLATE.launch(moved, prefill.Config(16, 16, False, 4, 2)),
+        lambda: prefill.TEMPLATE.launch(moved, prefill.Config(16, 16, 1, True, False, 4, 2)),
         lambda: decode.TEMPLATE.launch(decode_inputs(moved, 2)[0], decode.Config(16, 2, 4, 2)),
     ):
         assert moved.attended is not None
@@ -203,13 +251,13 @@ def test_padded_sequences_of_a_graph_are_left_alone() -> None:
 def test_operands_that_do_not_fit(change: dict[str, Any], message: str) -> None:
     inputs = dataclasses.replace(batch([1, 2], [3, 4], (8, 2)), **change)
     with pytest.raises(ValueError, match=f"attention: {message}"):
-        prefill.TEMPLATE.calls(inputs, prefill.Config(16, 16, False, 4, 2))
+        prefill.TEMPLATE.calls(inputs, prefill.Config(16, 16, 1, True, False, 4, 2))
 
 
 def test_configs_that_do_not_fit() -> None:
     inputs = batch([1, 2], [3, 4], (32, 1))
     with pytest.raises(ValueError, match="block_m is 16, wanted at least 32 query heads"):
-        prefill.TEMPLATE.calls(inputs, prefill.Config(16, 16, False, 4, 2))
+        prefill.TEMPLATE.calls(inputs, prefill.Config(16, 16, 1, True, False, 4, 2))
     made, _ = decode_inputs(inputs, 2)
     with pytest.raises(ValueError, match=r"elements of part_sum is \d+, wanted \d+ for 4 splits"):
         decode.TEMPLATE.calls(made, decode.Config(16, 4, 4, 2))
@@ -223,4 +271,4 @@ def test_long_context_of_one_sequence(head_dim: int, window: int, device: torch.
         inputs = decode.TEMPLATE.make_inputs(problem, 0, device, 0)
         assert_right(decode.TEMPLATE, inputs, decode.Config(32, splits, 4, 2))
     inputs = prefill.TEMPLATE.make_inputs(problem, 0, device, 0)
-    assert_right(prefill.TEMPLATE, inputs, prefill.Config(16, 32, False, 4, 2))
+    assert_right(prefill.TEMPLATE, inputs, prefill.Config(16, 32, 1, True, False, 4, 2))

@@ -52,13 +52,13 @@ def test_a_64_kib_gpu_gets_a_small_tile_that_is_right() -> None:  # case 20
 def test_pruned_by_element_size_and_stages() -> None:  # case 21
     # Two buffered tiles of K and V: a pipeline of three stages, for warpgroups one of two.
     narrow = dataclasses.replace(FULL, kv_dtype="float8_e4m3fn")
-    config = prefill.Config(16, 64, False, 4, 3)
+    config = prefill.Config(16, 64, 1, True, False, 4, 3)
     for gpu in known_gpus():
         reason = prefill_limit(FULL, config, gpu)
         assert reason is not None
         assert f"2 tiles x K and V 64 x 512 x 2 B + P 16 x 64 x 2 B), limit {gpu.shared_per_block}"
         assert int(reason.split()[0]) >= 262_144
-    grouped = prefill.Config(64, 64, False, 8, 2)
+    grouped = prefill.Config(64, 64, 1, True, False, 8, 2)
     assert prefill_limit(FULL, grouped, faked(232_448, (9, 0))) is not None
     assert prefill_limit(narrow, config, faked(166_912)) is None
     assert prefill_limit(narrow, config, faked(232_448)) is None
@@ -71,7 +71,7 @@ def test_pruned_by_element_size_and_stages() -> None:  # case 21
 def test_a_tile_of_queries_that_is_too_large_alone() -> None:  # case 22
     turing = faked(65_536, (7, 5))
     for tile, stages in itertools.product((16, 32), (1, 2)):
-        reason = prefill_limit(FULL, prefill.Config(128, tile, False, 8, stages), turing)
+        reason = prefill_limit(FULL, prefill.Config(128, tile, 1, True, False, 8, stages), turing)
         assert reason is not None
         assert "128 x 512" in reason
     for queries in (255, 256, 257):
@@ -80,11 +80,11 @@ def test_a_tile_of_queries_that_is_too_large_alone() -> None:  # case 22
 
 
 def test_registers_of_the_accumulator_are_counted() -> None:
-    reason = prefill_limit(FULL, prefill.Config(64, 16, False, 4, 1), HOPPER)
+    reason = prefill_limit(FULL, prefill.Config(64, 16, 1, True, False, 4, 1), HOPPER)
     assert reason == (
         "accumulator of 64 x 512 takes 256 registers of each of 128 threads, limit 200"
     )
-    assert prefill_limit(FULL, prefill.Config(64, 16, False, 8, 1), HOPPER) is None
+    assert prefill_limit(FULL, prefill.Config(64, 16, 1, True, False, 8, 1), HOPPER) is None
 
 
 def test_every_gpu_has_a_choice() -> None:
@@ -109,13 +109,13 @@ def test_splits_follow_the_sequences() -> None:
 
 
 def test_defaults_are_vllms_constants() -> None:
-    assert prefill.default(FULL, HOPPER) == prefill.Config(16, 32, False, 4, 3)
+    assert prefill.default(FULL, HOPPER) == prefill.Config(16, 32, 1, True, False, 4, 3)
     assert decode.default(DECODE, HOPPER) == decode.Config(16, 16, 4, 3)
     assert decode.default(dataclasses.replace(DECODE, tokens=129), HOPPER).splits == 1
     four = dataclasses.replace(DECODE, query_heads=32, kv_heads=4)
     assert decode.default(dataclasses.replace(four, tokens=33), HOPPER).splits == 1
     small = next(gpu for gpu in known_gpus() if gpu.target == 89)
-    assert prefill.default(FULL, small) == prefill.Config(16, 32, False, 4, 2)
+    assert prefill.default(FULL, small) == prefill.Config(16, 32, 1, True, False, 4, 2)
     wide = dataclasses.replace(FULL, query_heads=32)
     assert prefill.default(wide, HOPPER).block_m == 32
 
@@ -126,12 +126,13 @@ def test_problems_of_a_model() -> None:
     found = prefill.problems(e2b, counts)
     assert [(p.tokens, p.sequences) for p in found[:3]] == [(64, 1), (256, 1), (8192, 8)]
     assert [(p.head_dim, p.window, p.block_size) for p in found[::3]] == [
-        (256, 512, 32), (512, 0, 16),
+        (256, 512, 32), (512, 0, 16), (256, 512, 128), (512, 0, 64),
     ]  # fmt: skip
-    assert len({prefill.TEMPLATE.kernel_problem(p) for p in found}) == 2
-    assert [p.tokens for p in decode.problems(e2b, counts)] == [1, 32, 64, 256] * 2
+    assert len({prefill.TEMPLATE.kernel_problem(p) for p in found}) == 4
+    assert [p.tokens for p in decode.problems(e2b, counts)] == [1, 32, 64, 256] * 4
     # Blocks of equal bytes: 12B has 8 x 256 and 1 x 512.
-    assert {p.block_size for p in prefill.problems(load_model("12b"), counts)} == {16, 64}
+    blocks = [(p.head_dim, p.block_size) for p in prefill.problems(load_model("12b"), [8192])]
+    assert blocks == [(256, 16), (512, 64), (256, 64), (512, 256)]
     # Asked for nothing else, a template says what it would do.
     assert prefill.problems(e2b, [4])
     assert decode.problems(e2b, [4096])
@@ -164,6 +165,43 @@ def test_the_hash_covers_the_shared_loop(tmp_path: Path, monkeypatch: pytest.Mon
         assert (copied.source_hash == mine.source_hash) == (name == "gelu_mul")
 
 
+def test_descriptors_where_the_gpu_and_the_blocks_allow_them() -> None:
+    blocks = dataclasses.replace(FULL, block_size=64)
+    config = prefill.Config(128, 32, 2, True, True, 8, 2)
+    assert prefill_limit(blocks, config, HOPPER) is None
+    reason = prefill_limit(blocks, config, A100)
+    assert reason == "descriptors need capability 9.0, this GPU has 8.0"
+    assert prefill_limit(FULL, config, HOPPER) == "descriptors of tiles of 32 in blocks of 16"
+    narrow = dataclasses.replace(blocks, kv_dtype="float8_e4m3fn")
+    assert "must be widened" in str(prefill_limit(narrow, config, HOPPER))
+    everywhere = dataclasses.replace(config, edges_apart=False)
+    assert (
+        prefill_limit(blocks, everywhere, HOPPER) == "descriptors fetch only tiles without a mask"
+    )
+    found = {c.descriptors for c in spaces()["attention_prefill"].configs(blocks, A100)}
+    assert found == {False}
+
+
+def test_the_columns_of_v_are_shared_where_the_accumulator_is_large() -> None:
+    config = prefill.Config(64, 32, 2, True, False, 8, 2)
+    assert prefill_limit(FULL, config, HOPPER) == (
+        "2 parts of an accumulator of 128 registers a thread"
+    )
+    assert prefill_limit(FULL, dataclasses.replace(config, block_m=128), HOPPER) is None
+    with pytest.raises(ValueError, match="parts is 3, wanted parts of 32 columns"):
+        prefill.TEMPLATE.calls(batch([4], [2]), dataclasses.replace(config, parts=3))
+
+
+def test_the_likely_are_tried_early() -> None:
+    space = spaces()["attention_prefill"]
+    for gpu in known_gpus():
+        for problem in (FULL, dataclasses.replace(FULL, block_size=64)):
+            early = space.starts(problem, gpu)
+            assert all(space.infeasible(problem, config, gpu) is None for config in early)
+            assert len(early) >= (2 if gpu.shared_per_block > 160_000 else 0), gpu.name
+    assert any(config.descriptors for config in space.starts(problem, HOPPER))
+
+
 CAPABILITIES = [
     ((16, 32, 4, 2), "same", 80, 82_944),
     ((16, 16, 4, 3), "same", 80, 82_432),
@@ -183,6 +221,6 @@ def test_the_estimate_is_what_triton_takes(
     block_m, tile, warps, stages = config
     assert shared_memory(problem, block_m, tile, warps, stages, device)[0] == bytes_
     with CompilePool(capability, 1) as pool:
-        chosen = prefill.Config(block_m, tile, True, warps, stages)
+        chosen = prefill.Config(block_m, tile, 1, True, False, warps, stages)
         (found,) = pool.submit(prefill.TEMPLATE, problem, chosen).result()
     assert found.shared_bytes == bytes_

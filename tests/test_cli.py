@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 from kernel_templates.base import templates
 from tuned_configs import roots
 from tuned_configs.store import read_table
-from tuner import cli
+from tuner import __version__, cli
 from tuner.device import ProbeResult, known_gpus
 from tuner.model import preset_names
 
@@ -94,6 +94,11 @@ def end(process: subprocess.Popen[str]) -> Answer:
 
 
 # A run without a GPU
+
+
+def test_version() -> None:
+    shown = answer("--version")
+    assert (shown.code, shown.text) == (0, f"gemma-tune {__version__}\n")
 
 
 def test_predicts_plainly_and_reuses(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from tuned_configs import roots
 from tuned_configs.faults import TableError
 from tuned_configs.tokens import token_counts
 
-from . import places, queries
+from . import __version__, places, queries
 from .device import DeviceError, from_data_file, known_gpus, matches, probe, same_model
 from .evaluate import Evaluator, EvaluatorBroken, Measuring, Predicting
 from .lock import Busy, exclusive
@@ -93,9 +93,19 @@ def counts_of(text: str) -> tuple[int, ...]:
     return tuple(sorted(counts))
 
 
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        OUT.print(f"gemma-tune {__version__}", highlight=False)
+        raise typer.Exit
+
+
 @app.callback(invoke_without_command=True)
 def tune(
     context: typer.Context,
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version."),
+    ] = False,
     gpu: Annotated[
         str | None,
         typer.Option(help="GPU family to tune for: a100, a100-40gb, h100, h200, l4, rtx4090, b200, "

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernel_templates.base import (
     DeviceInfo,
@@ -95,6 +96,8 @@ def call_key(call: KernelCall) -> str:
         if isinstance(value, torch.Tensor):
             aligned = value.storage_offset() * value.element_size() % 16 == 0
             parts.append((name, str(value.dtype), aligned))
+        elif isinstance(value, TensorDescriptor):
+            parts.append((name, str(value.base.dtype), tuple(value.block_shape)))
         elif name in UNSPECIALISED:
             parts.append((name, abs(value) >= 2**31))
         elif name.endswith("stride"):

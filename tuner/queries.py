@@ -30,6 +30,7 @@ from tuned_configs.store import read_table
 from .device import DeviceError, from_data_file, known_gpus, matches
 from .places import devices_with_tables
 from .report import config_text, times, us, verdict
+from .run import counted
 
 
 def tables_at_hand(roots: Sequence[Path]) -> Table:
@@ -127,7 +128,7 @@ def explain(
     if not problems:
         return
     tables = TableSet.load(list(roots), device.name, False, on_reason=lambda reason: None)
-    yield Text(f"{device.name}, {model.name}, {tokens} tokens", style="bold")
+    yield Text(f"{device.name}, {model.name}, {counted(tokens)}", style="bold")
     for fault in tables.faults:
         yield Text(fault, style="red")
     for problem in problems:

@@ -17,7 +17,7 @@ from rich.text import Text
 
 from tuned_configs.schema import Entry
 
-from .run import Job, Progress, Summary
+from .run import Job, Progress, Summary, counted
 from .trial import Outcome, Status
 
 #: Most different reasons of rejected candidates that the summary lists.
@@ -66,7 +66,7 @@ class ConsoleReporter:
         self._finished += 1
         text = Text(f"[{self._finished:>{len(str(self._total))}}/{self._total}] ", style="dim")
         text.append(f"{job.template.name} ", style="bold")
-        text.append(f"{job.kind}, {job.problem.tokens} tokens: ")
+        text.append(f"{job.kind}, {counted(job.problem.tokens)}: ")
         text.append(verdict(entry), style="green" if entry.verdict == "tuned" else "")
         if reused:
             text.append(" (reused)", style="dim")
@@ -78,7 +78,7 @@ class ConsoleReporter:
         self._finished += 1
         self.console.print(
             Text(
-                f"{job.template.name} {job.kind}, {job.problem.tokens} tokens: no result: {reason}",
+                f"{job.title}: no result: {reason}",
                 style="red",
             ),
             soft_wrap=True,
@@ -113,10 +113,7 @@ class ConsoleReporter:
 def current(state: Progress) -> str:
     """The problem being tuned in one line."""
     search = state.search
-    text = (
-        f"{state.job.template.name} {state.job.kind}, {state.job.problem.tokens} tokens: "
-        f"trial {len(search.outcomes)} of {min(search.budget, search.size)}"
-    )
+    text = f"{state.job.title}: trial {len(search.outcomes)} of {min(search.budget, search.size)}"
     best, default = state.best_us, state.default_us
     if best is not None:
         text += f", best {us(best)}"

@@ -52,6 +52,10 @@ LOST_IN_A_ROW = 6
 CONFIRM_SHARE = 0.12
 
 
+def counted(tokens: int) -> str:
+    return f"{tokens} token" if tokens == 1 else f"{tokens} tokens"
+
+
 @dataclass(frozen=True)
 class Job:
     """One problem to tune and the models that need it."""
@@ -65,6 +69,11 @@ class Job:
     def kind(self) -> str:
         """The problem's name without its token count."""
         return self.template.describe(self.problem)
+
+    @property
+    def title(self) -> str:
+        """Kernel, kind and token count."""
+        return f"{self.template.name} {self.kind}, {counted(self.problem.tokens)}"
 
 
 @dataclass(frozen=True)
@@ -239,6 +248,7 @@ class Tuner:
                 default,
                 *self._neighbours.get(kind, ()),
                 *self.seeds(job),
+                *job.space.starts(job.problem, self.device),
                 *job.space.neighbours(job.problem, default, self.device),
             ],
             candidates=self._shared_candidates(job, kind),
@@ -319,8 +329,7 @@ class Tuner:
             if not holds:
                 self._write(job, run_name, run, entry)
                 self.reporter.say(
-                    f"{job.template.name} {job.kind}, {job.problem.tokens} tokens: default kept, "
-                    "the gain did not show in a second process"
+                    f"{job.title}: default kept, the gain did not show in a second process"
                 )
 
     @staticmethod
@@ -356,7 +365,7 @@ class Tuner:
             if not waiting or (not in_time() and search.best(1)):
                 return
             config, future = waiting.popleft()
-            verdict = self._judges.submit(self._judge, config, future)
+            verdict = self._judges.submit(self._judge, job, config, future)
             fill()  # the sampler thinks while the GPU works
             outcome = verdict.result()
             search.tell(outcome)
@@ -372,7 +381,9 @@ class Tuner:
                 )
                 return
 
-    def _judge(self, config: Any, future: concurrent.futures.Future[list[Resources]]) -> Outcome:
+    def _judge(
+        self, job: Job, config: Any, future: concurrent.futures.Future[list[Resources]]
+    ) -> Outcome:
         try:
             resources = future.result()
         except CompileError as error:
@@ -380,7 +391,7 @@ class Tuner:
         for usage in resources:
             if reason := usage.infeasible(self.device):
                 return Outcome(config, Status.OUT_OF_RESOURCES, reason)
-            if usage.spill_bytes:
+            if usage.spill_bytes > job.template.most_spill:
                 reason = f"spills {usage.spill_bytes} B per thread to local memory"
                 return Outcome(config, Status.OUT_OF_RESOURCES, reason)
         return self.evaluator.evaluate(config, resources)
