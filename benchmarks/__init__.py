@@ -1,1 +1,1 @@
-"""Side-by-side measurements anyone can run: ``python -m benchmarks.hot_paths``."""
+"""Side-by-side measurements anyone can run: ``python -m benchmarks.hot_paths``, ``.attention``."""

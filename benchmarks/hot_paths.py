@@ -10,29 +10,24 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
-import json
 import os
-import platform
 import time
 import warnings
-from collections.abc import Iterator, Sequence
-from datetime import datetime, timezone
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
-import torch
 import triton
 import typer
 
-import tuner
 from kernel_templates.base import DeviceInfo, templates
 from tuned_configs.files import replace_file
 from tuned_configs.lookup import TableSet
 from tuned_configs.naming import folder_name
 from tuned_configs.roots import roots as table_roots
-from tuner.cli import FAILED, NO_GPU, OUT, counts_of, fail, seconds_of
+from tuner.cli import FAILED, OUT, counts_of, fail, seconds_of
 from tuner.compile import CompileError, CompilePool
-from tuner.device import DeviceError, attached_gpus, from_data_file, matches, same_model
+from tuner.device import DeviceError, from_data_file
 from tuner.lock import Busy, exclusive
 from tuner.model import ModelConfigError, load_model
 from tuner.run import Job, plan
@@ -42,6 +37,7 @@ from . import render
 from .fixed import ORIGIN
 from .measure import ContextLostError, Measurer, Picks, pick
 from .result import Report
+from .session import attached, environment, interpreter_fits, lines_of, stamps
 
 COPY_BYTES = 1 << 30
 #: Longest wait for one binary that is compiled ahead.
@@ -95,10 +91,10 @@ def main(
     """Measure the hot paths with the tables at hand, side by side with their peers."""
     start = time.monotonic()
     deadline = start + seconds_of(budget)
-    _interpreter_fits(dry_run)
+    interpreter_fits(dry_run)
     try:
         models = [load_model(spec, tp) for spec in dict.fromkeys(model or ["e2b", "26b-a4b"])]
-        device, index = (from_data_file(gpu), 0) if dry_run else _attached(gpu)
+        device, index = (from_data_file(gpu), 0) if dry_run else attached(gpu)
     except (ModelConfigError, DeviceError) as error:
         fail(str(error))
     work = plan(models, _names(only), counts_of(tokens))
@@ -111,13 +107,13 @@ def main(
     # Inductor would move Triton's cache elsewhere, away from what is compiled ahead.
     os.environ.setdefault("TRITON_CACHE_DIR", str(triton.knobs.cache.dir))
     warnings.filterwarnings("ignore", module="torch._inductor")
-    report = Report(_environment(device, dry_run), dry_run)
+    report = Report(environment(device, dry_run), dry_run)
     report.environment |= {
         "models": [shape.name for shape in models],
         "rounds": rounds,
         "fixed": ORIGIN,
     }
-    report.notes += [*tables.faults, *_stamps(tables, device)]
+    report.notes += [*tables.faults, *stamps(tables, device)]
     try:
         with contextlib.nullcontext() if dry_run else exclusive(device.uuid or device.name):
             picks = [pick(job, device, tables) for job in work]
@@ -136,27 +132,6 @@ def main(
     raise typer.Exit(0 if report.rows else FAILED)
 
 
-def _interpreter_fits(dry_run: bool) -> None:
-    interpreted = bool(triton.knobs.runtime.interpret)
-    if dry_run and not interpreted:
-        fail("a dry run needs TRITON_INTERPRET=1 in the environment")
-    if interpreted and not dry_run:
-        fail("TRITON_INTERPRET is set: that would time the interpreter; unset it, or --dry-run")
-
-
-def _attached(gpu: str) -> tuple[DeviceInfo, int]:
-    """The attached GPU that is meant, and its index in this process."""
-    try:
-        found = attached_gpus()
-    except DeviceError as error:
-        fail(f"{error}; --dry-run needs no GPU", NO_GPU)
-    fitting = [index for index, device in enumerate(found) if matches(gpu, device.name)]
-    if not fitting:
-        names = ", ".join(device.name for device in found) or "none"
-        fail(f"no attached GPU matches {gpu!r}; attached: {names}", NO_GPU)
-    return same_model([found[index] for index in fitting]), fitting[0]
-
-
 def _names(text: str | None) -> list[str]:
     known = list(templates())
     if text is None:
@@ -166,35 +141,6 @@ def _names(text: str | None) -> list[str]:
         if name not in known:
             fail(f"no template {name!r}; known: {', '.join(known)}")
     return list(dict.fromkeys(names))
-
-
-def _environment(device: DeviceInfo, dry_run: bool) -> dict[str, Any]:
-    return {
-        "device": f"{device.name} (dry run)" if dry_run else device.name,
-        "capability": ".".join(map(str, device.capability)),
-        "sms": device.sms,
-        "driver": device.driver or "unknown",
-        "torch": str(torch.__version__),
-        "triton": triton.__version__,
-        "python": platform.python_version(),
-        "gemma_tune": tuner.__version__,
-        "date": f"{datetime.now(timezone.utc):%Y-%m-%d %H:%M} UTC",
-    }
-
-
-def _stamps(tables: TableSet, device: DeviceInfo) -> Iterator[str]:
-    """Which tables were used, and how their stamps differ from what runs."""
-    for loaded in tables.tables:
-        yield f"table {loaded.path.parent.name}/{loaded.path.name}: {', '.join(loaded.table.runs)}"
-    yield from tables.version_notes(
-        {
-            "triton": triton.__version__,
-            "torch": str(torch.__version__),
-            "driver": device.driver,
-            "gpu": device.name,
-            "sms": device.sms,
-        }
-    )
 
 
 def _compile_ahead(
@@ -262,7 +208,7 @@ def _write(report: Report, device: DeviceInfo, out: Path, plot: Path | None) -> 
     stem = "hot_paths.dry_run" if report.dry_run else "hot_paths"
     folder.mkdir(parents=True, exist_ok=True)
     written = [folder / f"{stem}.json", folder / f"{stem}.md"]
-    replace_file(written[0], _json(report))
+    replace_file(written[0], lines_of(report.to_dict()))
     replace_file(written[1], render.markdown(report))
     if plot is not None:
         try:
@@ -275,14 +221,6 @@ def _write(report: Report, device: DeviceInfo, out: Path, plot: Path | None) -> 
         OUT.print(line, markup=False, highlight=False, soft_wrap=True)
     for path in written:
         OUT.print(f"wrote {path}", highlight=False, soft_wrap=True)
-
-
-def _json(report: Report) -> str:
-    """One row a line, so that two runs can be compared line by line."""
-    values = report.to_dict()
-    rows = ",\n".join(f"  {json.dumps(row, ensure_ascii=False)}" for row in values.pop("rows"))
-    head = json.dumps(values, indent=1, ensure_ascii=False).removesuffix("\n}")
-    return f'{head},\n "rows": [\n{rows}\n ]\n}}\n'
 
 
 if __name__ == "__main__":

@@ -86,7 +86,7 @@ class Measurer:
 
     def large_copy(self, nbytes: int, samples: int = 15) -> Timing:
         """A device-to-device copy of so many bytes, the faster of the two ways."""
-        ways = self._copies(2 * nbytes, 1).values()
+        ways = self.copies(2 * nbytes, 1).values()
         timings = [Timing.of(self.bench.clock.measure(way, samples)) for way in ways]
         return min(timings, key=lambda timing: timing.median)
 
@@ -120,7 +120,7 @@ class Measurer:
                 kernels["inductor"] = generated
             contestants["inductor"] = [functools.partial(compiled, x) for x in bench.sets]
         nbytes = template.cost(job.problem).bytes
-        ways = self._copies(nbytes, len(bench.sets))
+        ways = self.copies(nbytes, len(bench.sets))
         values = bench.clock.interleave([*contestants.values(), *ways.values()], self.rounds)
         samples = dict(zip([*contestants, *ways], values, strict=True))
         # The floor is whichever copies faster: the driver's copy is 1.5x slower at some sizes.
@@ -179,7 +179,7 @@ class Measurer:
                 self._compiled[key] = self.reason(error)
         return self._compiled[key]
 
-    def _copies(self, nbytes: int, count: int) -> dict[str, Launches]:
+    def copies(self, nbytes: int, count: int) -> dict[str, Launches]:
         """Two ways to move ``nbytes``, in ``count`` places: half is read, half is written.
 
         ``driver copy`` is a copy node of the graph, ``kernel copy`` an elementwise kernel.
