@@ -20,12 +20,13 @@ import torch
 import triton
 import typer
 
+from kernel_templates.attention_problem import BLOCK_SIZES
 from kernel_templates.base import DeviceInfo, record_to_dict
 from tuned_configs.files import replace_file
 from tuned_configs.lookup import TableSet
 from tuned_configs.naming import folder_name
 from tuned_configs.roots import roots as table_roots
-from tuner.cli import FAILED, OUT, fail, seconds_of
+from tuner.cli import FAILED, OUT, counts_of, fail, seconds_of
 from tuner.compile import CompileError, CompilePool
 from tuner.device import DeviceError, from_data_file
 from tuner.lock import Busy, exclusive
@@ -55,6 +56,9 @@ def main(
                      f"[default: {', '.join(MODELS)}]"),
     ] = None,
     tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel ranks.")] = 1,
+    blocks: Annotated[
+        str, typer.Option(help="Slots of a block where pages are largest (vLLM's --block-size).")
+    ] = ",".join(map(str, BLOCK_SIZES)),
     peers: Annotated[str, typer.Option(help="Peers to measure beside ours.")] = ",".join(PEERS),
     configs: Annotated[
         Path | None,
@@ -90,7 +94,7 @@ def main(
         fail(str(error))
     if configs is not None and not configs.is_dir():
         fail(f"{configs} is no folder")
-    cases = plan(models, phases, dry_run)
+    cases = plan(models, phases, counts_of(blocks), dry_run)
     roots = table_roots() if configs is None else [configs]
     tables = TableSet.load(roots, device.name, on_reason=lambda reason: None)
     # vLLM may move Triton's cache elsewhere, away from what is compiled ahead.
@@ -106,7 +110,7 @@ def main(
             found = Peers(wanted)
             report.environment["vllm"] = _version()
             report.notes += [f"{peer} is absent: {why}" for peer, why in found.absent.items()]
-            picks = [pick(case.job, device, tables) for case in cases]
+            picks = [pick(case.asked, device, tables) for case in cases]
             if not dry_run:
                 _compile_ahead(device, f"cuda:{index}", cases, picks, found, jobs, deadline)
             _measure_all(report, RowMeasurer(bench, found, rounds), cases, picks, deadline)

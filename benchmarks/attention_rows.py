@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kernel_templates.attention_problem import Problem, problem_kinds
+from kernel_templates import attention_decode, attention_prefill
+from kernel_templates.attention_problem import BLOCK_SIZES, Problem, problem_kinds
 from kernel_templates.base import ModelShape, record_to_dict, template
 from search_spaces.base import spaces
 from tuner.report import geomean
@@ -71,6 +72,13 @@ class Case:
     peer: unified_attention.Problem
 
     @property
+    def asked(self) -> Job:
+        """The job with the problem that a server would look up."""
+        modules = {"prefill": attention_prefill, "decode": attention_decode}
+        problem = modules[self.workload.phase].asked(self.job.problem)
+        return dataclasses.replace(self.job, problem=problem)
+
+    @property
     def layers(self) -> str:
         return "sliding" if self.peer.window else "full"
 
@@ -79,21 +87,27 @@ class Case:
         problem = self.peer
         window = f", window {problem.window}" if problem.window else ""
         heads = f"{problem.query_heads} Q on {problem.kv_heads} KV"
-        return f"{self.layers}, head {problem.head_dim}, {heads}{window}"
+        blocks = f"blocks of {problem.block_size}"
+        return f"{self.layers}, head {problem.head_dim}, {heads}{window}, {blocks}"
 
     @property
     def name(self) -> str:
         return f"{self.workload.phase} {self.workload.name}, {self.kind}"
 
 
-def plan(models: Sequence[ModelShape], phases: Sequence[str], tiny: bool = False) -> list[Case]:
+def plan(
+    models: Sequence[ModelShape],
+    phases: Sequence[str],
+    blocks: Sequence[int] = BLOCK_SIZES,
+    tiny: bool = False,
+) -> list[Case]:
     """Every workload of every kind of layer, once, however many models have it."""
     found: dict[tuple[Workload, unified_attention.Problem], list[str]] = {}
     workloads = TINY if tiny else (*PREFILL, *DECODE)
-    for phase, model in itertools.product(phases, models):
+    for phase, slots, model in itertools.product(phases, blocks, models):
         sliding = [layer for layer in model.layers if layer.window] or model.layers
         kv_heads = max(layer.kv_heads for layer in sliding)
-        for fields in problem_kinds(model):
+        for fields in problem_kinds(model, [slots]):
             for workload in workloads:
                 if workload.phase != phase:
                     continue

@@ -279,6 +279,12 @@ def problems(model: ModelShape, tokens: Sequence[int]) -> list[Problem]:
     ]
 
 
+def asked(problem: Problem) -> Problem:
+    """The problem whose entry a server looks up: it does not know contexts when it captures a
+    graph, so the tables have one for every count of sequences."""
+    return dataclasses.replace(problem, queries=1, tokens=problem.sequences, context=CONTEXTS[0])
+
+
 def stock_config(problem: Problem) -> Config:
     """The constants of vLLM's ``kernel_unified_attention``: few sequences split into 16 shares with
     tiles of 16 keys (32 of one byte), many unsplit with tiles of 32; Triton's own 4 warps and 3

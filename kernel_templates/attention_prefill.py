@@ -249,6 +249,12 @@ def problems(model: ModelShape, tokens: Sequence[int]) -> list[Problem]:
     ]
 
 
+def asked(problem: Problem) -> Problem:
+    """The problem whose entry a server looks up: it does not know lengths when it captures a graph,
+    so the tables have one kind of batch for every count of tokens."""
+    return dataclasses.replace(problem, queries=QUERIES, context=0)
+
+
 def stock_config(problem: Problem) -> Config:
     """The constants of vLLM's ``kernel_unified_attention`` (0.26 to 0.33, all head sizes): BLOCK_M
     16, or the group's next power of two; tile 32; Triton's own 4 warps and 3 stages."""

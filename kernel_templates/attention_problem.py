@@ -329,12 +329,14 @@ def _pairs(problem: Problem, queries: int) -> int:
     return ramp * (ramp + 1) // 2 + (queries - ramp) * problem.window
 
 
-def problem_kinds(model: ModelShape) -> list[dict[str, int | str]]:
+def problem_kinds(
+    model: ModelShape, blocks: Sequence[int] = BLOCK_SIZES
+) -> list[dict[str, int | str]]:
     """The distinct attention layers of a model, as fields of :class:`Problem`.
 
     Layers that share another's KV cache have its shapes, so they merge with it.  vLLM gives all
     groups of layers pages of equal size (``unify_kv_cache_spec_page_size`` in its
-    ``kv_cache_utils``): the widest have blocks of :data:`BLOCK_SIZES`, the others more slots.
+    ``kv_cache_utils``): the widest have one of ``blocks`` slots, the others more.
     """
     widest = max(layer.kv_heads * layer.head_dim for layer in model.layers)
     kinds = dict.fromkeys(
@@ -350,7 +352,7 @@ def problem_kinds(model: ModelShape) -> list[dict[str, int | str]]:
             "block_size": slots * max(1, widest // (kv_heads * head_dim)),
             "dtype": model.dtype,
         }
-        for slots in BLOCK_SIZES
+        for slots in blocks
         for query_heads, kv_heads, head_dim, window in kinds
     ]
 

@@ -51,17 +51,18 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def case_of(phase: str, layers: str = "sliding") -> Case:
     """A tiny case of the E2B's layers."""
-    found = rows.plan([load_model("e2b")], [phase], tiny=True)
+    found = rows.plan([load_model("e2b")], [phase], [16], tiny=True)
     return next(case for case in found if case.layers == layers)
 
 
 def picks_of(case: Case, root: Path) -> Picks:
-    return pick(case.job, H200, TableSet.load(root, H200.name))
+    return pick(case.asked, H200, TableSet.load(root, H200.name))
 
 
 def test_the_plan_has_every_workload_of_every_kind() -> None:
     models = [load_model(name) for name in attention.MODELS]
-    found = rows.plan(models, rows.PHASES)
+    assert len(rows.plan(models, rows.PHASES)) == 2 * 8 * (4 + 12)
+    found = rows.plan(models, rows.PHASES, [16])
     assert len(found) == 8 * (4 + 12)
     assert len({case.name for case in found}) == len(found)
     sizes = {case.workload.name for case in found if case.workload.phase == "prefill"}
@@ -78,7 +79,11 @@ def test_the_plan_has_every_workload_of_every_kind() -> None:
     }
     assert all(case.job.problem.tokens == case.peer.tokens for case in found)
     # A model that has the same layers adds none.
-    assert len(rows.plan([models[0], models[0]], ["decode"])) == 2 * 12
+    assert len(rows.plan([models[0], models[0]], ["decode"], [16])) == 2 * 12
+    # A server asks for one batch of a count of tokens, whatever the lengths are.
+    asked = {(case.asked.problem.queries, case.asked.problem.context) for case in found}
+    assert asked == {(1024, 0), (1, 4096)}
+    assert all(case.asked.problem.tokens == case.peer.tokens for case in found)
 
 
 def test_the_window_is_vllms() -> None:
@@ -250,7 +255,7 @@ def write_table(root: Path, case: Case) -> None:
         provenance="measured", device=device, gemma_tune="0", triton=triton.__version__,
         torch="0", python="3.11", finished_at="2026-01-01T00:00:00Z",
     )  # fmt: skip
-    template, problem = case.job.template, case.job.problem
+    template, problem = case.job.template, case.asked.problem
     config = record_to_dict(template.default(problem, H200)) | {"num_warps": 8}
     entry = Entry(
         problem=record_to_dict(problem), config=config, verdict="tuned",
@@ -262,6 +267,7 @@ def write_table(root: Path, case: Case) -> None:
 
 def dry_run(out: Path, *options: str) -> Any:
     arguments = ["--gpu", "h200", "--dry-run", "--model", "e2b", "--peers", "", "--rounds", "3"]
+    arguments += ["--blocks", "16"]
     return CliRunner().invoke(attention.app, [*arguments, "--out", str(out), *options])
 
 
@@ -329,7 +335,7 @@ def test_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rows, "PREFILL", (Workload("prefill", 2, 700, 0),))
     monkeypatch.setattr(rows, "DECODE", (Workload("decode", 2, 1, 700),))
     arguments = ["--gpu", attached_gpus()[0].name, "--model", "e2b", "--rounds", "5"]
-    arguments += ["--out", str(tmp_path), "--configs", str(tmp_path)]
+    arguments += ["--out", str(tmp_path), "--configs", str(tmp_path), "--blocks", "16"]
     done = CliRunner().invoke(attention.app, arguments)
     assert done.exit_code == 0, done.output
     (path,) = tmp_path.rglob("attention.json")
