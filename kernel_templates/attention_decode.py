@@ -324,5 +324,6 @@ TEMPLATE = KernelTemplate(
     same_kernel=("tokens", "context"),
     stock_config=stock_config,
     most_spill=MOST_SPILL,
+    served=(1, MOST_TOKENS),
     preview=True,
 )

@@ -289,5 +289,6 @@ TEMPLATE = KernelTemplate(
     same_kernel=("tokens", "queries", "context"),
     stock_config=stock_config,
     most_spill=MOST_SPILL,
+    served=(LEAST_TOKENS, None),
     preview=True,
 )

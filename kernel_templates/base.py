@@ -219,8 +219,9 @@ class KernelTemplate(Generic[P, C]):
     ``stock_config`` is given where a server runs a hand-written kernel: the config with that
     kernel's algorithm and constants, which is the stock peer in place of the compiled reference.
     ``fits(inputs)`` raises ValueError for operands that do not fit together.  A candidate may spill
-    ``most_spill`` bytes per thread to local memory, and is measured like any other.  A ``preview``
-    template has not been measured yet and is tuned only when it is named.
+    ``most_spill`` bytes per thread to local memory, and is measured like any other.  ``served`` is
+    the least and the most tokens (None: as many as a server batches) that the kernel is asked for.
+    A ``preview`` template is not complete yet and is tuned only when it is named.
     """
 
     name: str
@@ -238,6 +239,7 @@ class KernelTemplate(Generic[P, C]):
     stock_config: Callable[[P], C] | None = None
     fits: Callable[[Any], None] | None = None
     most_spill: int = 0
+    served: tuple[int, int | None] = (1, None)
     preview: bool = False
 
     def launch(self, inputs: Any, config: C) -> None:

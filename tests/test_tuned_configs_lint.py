@@ -57,6 +57,15 @@ def test_small_counts_only(tmp_path: Path) -> None:  # case 3
     assert len(lint(tmp_path, max_num_batched_tokens=33)) == 1
 
 
+def test_counts_that_a_kernel_is_never_asked_for(tmp_path: Path) -> None:
+    entries = [make_entry(count) for count in (64, 256)]
+    linted(tmp_path, *entries)
+    assert len(lint(tmp_path)) == 2
+    assert lint(tmp_path, served=lambda template: (64, 256)) == []
+    finding = only(lint(tmp_path, served=lambda template: (8, 256)))
+    assert "the smallest tuned count is 64, more than 4 times the least, 8" in finding.message
+
+
 def test_large_counts_only(tmp_path: Path) -> None:  # case 3, mirror
     finding = only(linted(tmp_path, make_entry(16), make_entry(8192)))
     assert "the smallest tuned count is 16, more than 4 times" in finding.message

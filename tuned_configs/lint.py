@@ -21,6 +21,9 @@ Severity = Literal["error", "warning", "note"]
 #: ``(template, problem, config, device)`` to what is wrong with that config, None if nothing.
 Validate = Callable[[str, dict[str, Any], dict[str, Any], Device], str | None]
 
+#: A template's name to the least and the most tokens that it is asked for; None: no limit.
+Served = Callable[[str], "tuple[int, int | None]"]
+
 
 @dataclass(frozen=True)
 class Finding:
@@ -41,11 +44,12 @@ def lint(
     path_or_folder: Path | str,
     max_num_batched_tokens: int = 8192,
     validate: Validate | None = None,
+    served: Served = lambda template: (1, None),
 ) -> list[Finding]:
     """All findings in a table, or in every table below a folder, by path and line.
 
     ``validate`` judges single configs (the tuner's predicate, which needs torch); without it only
-    what a file itself tells is checked.
+    what a file itself tells is checked.  ``served`` says which token counts a template is for.
     """
     path = Path(path_or_folder)
     try:
@@ -59,7 +63,7 @@ def lint(
             if is_moe_table(file):
                 found = _lint_moe(file, max_num_batched_tokens)
             else:
-                found = _lint_table(file, max_num_batched_tokens, validate)
+                found = _lint_table(file, max_num_batched_tokens, validate, served)
         except TableError as error:
             found = [("error", fault) for fault in error.faults]
         findings += [
@@ -81,8 +85,9 @@ def _without_line(fault: Fault) -> str:
     return f"{fault.key}: {fault.message}" if fault.key else fault.message
 
 
-def _lint_table(path: Path, max_tokens: int, validate: Validate | None) -> _Found:
+def _lint_table(path: Path, max_tokens: int, validate: Validate | None, served: Served) -> _Found:
     table, text = read_table_and_text(path)
+    least, most = served(table.template)
     at = positions(text)
     found: _Found = []
     folder = path.resolve().parent.name
@@ -107,7 +112,7 @@ def _lint_table(path: Path, max_tokens: int, validate: Validate | None) -> _Foun
             found.append(("error", fault_at(at, (*where, "config"), wrong)))
     for index, counts in _counts_by_kind(table):
         rest = {k: v for k, v in table.entries[index].problem.items() if k != BUCKET}
-        for message in _coverage(counts, max_tokens):
+        for message in _coverage(counts, max_tokens if most is None else most, least):
             fault = fault_at(at, ("entries", index, "problem", BUCKET), f"{message}, for {rest}")
             found.append(("warning", fault))
     return found
@@ -146,19 +151,17 @@ def _counts_by_kind(table: Table) -> Iterable[tuple[int, list[int]]]:
     return [(index, sorted(counts)) for index, counts in kinds.values()]
 
 
-def _coverage(counts: list[int], max_tokens: int) -> list[str]:
-    """Warnings when the tuned counts do not reach what a server asks for (1 to ``max_tokens``)."""
+def _coverage(counts: list[int], max_tokens: int, least: int = 1) -> list[str]:
+    """Warnings when the tuned counts do not reach what a server asks for."""
     messages = []
     if counts[-1] * REACH < max_tokens:
         messages.append(
             f"the largest tuned count is {counts[-1]}, less than a quarter of the "
             f"{max_tokens} batched tokens that are served"
         )
-    if counts[0] > REACH:
-        messages.append(
-            f"the smallest tuned count is {counts[0]}, more than {REACH} times the single token "
-            "of one sequence's decode"
-        )
+    if counts[0] > REACH * least:
+        asked = "the single token of one sequence's decode" if least == 1 else f"the least, {least}"
+        messages.append(f"the smallest tuned count is {counts[0]}, more than {REACH} times {asked}")
     return messages
 
 

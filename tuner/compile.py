@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import builtins
 import concurrent.futures
+import contextlib
 import dataclasses
 import hashlib
 import importlib
@@ -143,6 +144,10 @@ class Compiler:
         warnings.filterwarnings("ignore", module="triton")
         driver.set_active(CrossDriver(capability))
 
+    def ready(self) -> bool:
+        """Answer as soon as this worker has started."""
+        return True
+
     def compile(self, module: str, problem: Mapping[str, Any], config: Mapping[str, Any]) -> Any:
         """Compile every kernel of a config; returns their resources as dicts."""
         template = load_template(module)
@@ -247,6 +252,16 @@ class CompilePool:
             self._idle.put(worker)
         self._threads = concurrent.futures.ThreadPoolExecutor(self.jobs)
         self._known: dict[str, concurrent.futures.Future[list[Resources]]] = {}
+
+    def start(self) -> None:
+        """Return when the workers run: importing takes seconds, which no candidate should pay."""
+        starts = [self._threads.submit(self._start, worker) for worker in self._workers]
+        concurrent.futures.wait(starts)
+
+    @staticmethod
+    def _start(worker: Worker) -> None:
+        with contextlib.suppress(RemoteError, WorkerDied, WorkerTimeout):
+            worker.call("ready", timeout=COMPILE_TIMEOUT)  # a failure shows again, at a candidate
 
     @property
     def compiled(self) -> int:

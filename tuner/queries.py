@@ -111,7 +111,13 @@ def _shown(kind: str, entries: Sequence[Entry]) -> Table:
 
 def lint_all(paths: Sequence[Path], max_tokens: int) -> list[Finding]:
     """Findings of every path, configs judged by the search spaces' own predicate."""
-    return [finding for path in paths for finding in lint_tables(path, max_tokens, _validate)]
+
+    def served(name: str) -> tuple[int, int | None]:
+        return templates()[name].served if name in templates() else (1, None)
+
+    return [
+        finding for path in paths for finding in lint_tables(path, max_tokens, _validate, served)
+    ]
 
 
 def explain(

@@ -207,6 +207,7 @@ class Tuner:
         self.reporter.begin(len(jobs), deadline)
         with CompilePool(self.device.target, self.settings.jobs) as pool:
             try:
+                pool.start()
                 for number, job in enumerate(jobs):
                     now = self.clock()
                     if deadline is not None and now >= deadline:
