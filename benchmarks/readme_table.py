@@ -21,7 +21,7 @@ def rows(device: str = DEVICE) -> Iterator[str]:
     """One Markdown row per kind of problem and token count, times in microseconds."""
     for name, template in templates().items():
         path = table_path(shipped_root(), device, name)
-        if not path.exists():
+        if template.preview or not path.exists():
             continue
         for entry in read_table(path).entries:
             problem = record_from_dict(template.problem, entry.problem)

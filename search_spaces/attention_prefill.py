@@ -72,7 +72,7 @@ def infeasible(problem: Problem, config: Config, device: DeviceInfo) -> str | No
             return f"{config.parts} parts of an accumulator of {whole:g} registers a thread"
     if config.descriptors:
         if not config.edges_apart:
-            return "descriptors fetch only tiles without a mask"
+            return f"descriptors of {config.tile} keys, which may all be masked"
         if reason := descriptor_limit(problem, config.tile, device):
             return reason
     needed, arithmetic = shared_memory(
