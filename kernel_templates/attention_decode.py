@@ -33,7 +33,16 @@ from .attention_problem import (
     work,
     wrong,
 )
-from .base import Cost, DeviceInfo, KernelCall, KernelTemplate, ModelShape, scratch
+from .base import (
+    DTYPES,
+    Cost,
+    DeviceInfo,
+    KernelCall,
+    KernelTemplate,
+    ModelShape,
+    TileWork,
+    scratch,
+)
 from .common import next_power_of_2
 
 #: Batches of more tokens are prefill's.
@@ -310,6 +319,29 @@ def cost(problem: Problem) -> Cost:
     return work(problem)
 
 
+def tile_work(problem: Problem, config: Config) -> TileWork:
+    """The tiles of keys of each share; what shares write and the second kernel reads."""
+    rows, head_dim, tile = problem.group * problem.queries, problem.head_dim, config.tile
+    block_m = rows_per_program(rows, head_dim)
+    walkers = problem.sequences * problem.kv_heads * -(-rows // block_m)
+    keys = problem.context + max(problem.new)
+    tiles = -(-keys // tile) - problem.first(problem.context) // tile
+    sums, _ = scratch_sizes(
+        problem.sequences, problem.query_heads, problem.queries, head_dim, config.splits
+    )
+    return TileWork(
+        programs=walkers * config.splits,
+        steps=walkers * tiles,
+        longest=-(-tiles // config.splits),
+        step_bytes=2 * tile * head_dim * problem.cache_dtype.itemsize,
+        step_flops=4 * block_m * tile * head_dim,
+        program_bytes=2 * block_m * head_dim * DTYPES[problem.dtype].itemsize,
+        rows=block_m,
+        pipelined=config.num_stages > 1,
+        scratch_bytes=8 * sums if config.splits > 1 else 0,
+    )
+
+
 TEMPLATE = KernelTemplate(
     name="attention_decode",
     problem=Problem,
@@ -324,6 +356,7 @@ TEMPLATE = KernelTemplate(
     same_kernel=("tokens", "context"),
     stock_config=stock_config,
     most_spill=MOST_SPILL,
+    tile_work=tile_work,
     served=(1, MOST_TOKENS),
     preview=True,
 )

@@ -34,7 +34,7 @@ from .attention_problem import (
     work,
     wrong,
 )
-from .base import Cost, DeviceInfo, KernelCall, KernelTemplate, ModelShape
+from .base import DTYPES, Cost, DeviceInfo, KernelCall, KernelTemplate, ModelShape, TileWork
 from .common import next_power_of_2
 
 #: Batches of fewer tokens are decode's.
@@ -275,6 +275,32 @@ def cost(problem: Problem) -> Cost:
     return work(problem)
 
 
+def tile_work(problem: Problem, config: Config) -> TileWork:
+    """The tiles of keys that each tile of queries walks through; scores once for each part."""
+    block_q, tile = config.block_m // problem.group, config.tile
+    programs = steps = longest = 0
+    for new in set(problem.new):
+        sequences = problem.new.count(new)
+        for first in range(0, new, block_q):
+            lowest = problem.context + first
+            highest = problem.context + min(first + block_q, new) - 1
+            walked = -(-(highest + 1) // tile) - problem.first(lowest) // tile
+            programs, steps = programs + sequences, steps + sequences * walked
+            longest = max(longest, walked)
+    copies, value_dim = problem.kv_heads * config.parts, problem.head_dim // config.parts
+    columns = problem.head_dim + value_dim
+    return TileWork(
+        programs=programs * copies,
+        steps=steps * copies,
+        longest=longest,
+        step_bytes=tile * columns * problem.cache_dtype.itemsize,
+        step_flops=2 * config.block_m * tile * columns,
+        program_bytes=config.block_m * columns * DTYPES[problem.dtype].itemsize,
+        rows=config.block_m,
+        pipelined=config.num_stages > 1,
+    )
+
+
 TEMPLATE = KernelTemplate(
     name="attention_prefill",
     problem=Problem,
@@ -289,6 +315,7 @@ TEMPLATE = KernelTemplate(
     same_kernel=("tokens", "queries", "context"),
     stock_config=stock_config,
     most_spill=MOST_SPILL,
+    tile_work=tile_work,
     served=(LEAST_TOKENS, None),
     preview=True,
 )

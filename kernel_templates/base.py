@@ -110,6 +110,28 @@ class Cost:
     flops: int
 
 
+@dataclass(frozen=True)
+class TileWork:
+    """What the programs of a tiled matrix kernel do, whatever the caches hold.
+
+    ``programs`` walk through ``steps`` tiles in all, the longest of them through ``longest``.  A
+    step loads ``step_bytes`` and does ``step_flops``, masked and repeated work included; a program
+    moves ``program_bytes`` beside its steps.  ``rows`` are those of its tile.  ``scratch_bytes``
+    are written for a second kernel, 0 where there is none.  ``pipelined``: a step's loads overlap
+    the arithmetic of the one before.
+    """
+
+    programs: int
+    steps: int
+    longest: int
+    step_bytes: int
+    step_flops: int
+    program_bytes: int
+    rows: int
+    pipelined: bool
+    scratch_bytes: int = 0
+
+
 @dataclass
 class Inputs:
     """Base of every template's inputs: tensors and scalars in, preallocated tensors out.
@@ -219,7 +241,9 @@ class KernelTemplate(Generic[P, C]):
     ``stock_config`` is given where a server runs a hand-written kernel: the config with that
     kernel's algorithm and constants, which is the stock peer in place of the compiled reference.
     ``fits(inputs)`` raises ValueError for operands that do not fit together.  A candidate may spill
-    ``most_spill`` bytes per thread to local memory, and is measured like any other.  ``served`` is
+    ``most_spill`` bytes per thread to local memory, and is measured like any other.
+    ``tile_work(problem, config)`` is given where a config decides how often operands are read and
+    how much is computed: prediction needs it.  ``served`` is
     the least and the most tokens (None: as many as a server batches) that the kernel is asked for.
     A ``preview`` template is not complete yet and is tuned only when it is named.
     """
@@ -239,6 +263,7 @@ class KernelTemplate(Generic[P, C]):
     stock_config: Callable[[P], C] | None = None
     fits: Callable[[Any], None] | None = None
     most_spill: int = 0
+    tile_work: Callable[[P, C], TileWork] | None = None
     served: tuple[int, int | None] = (1, None)
     preview: bool = False
 

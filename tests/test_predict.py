@@ -10,10 +10,19 @@ from typing import Any
 
 import pytest
 
-from kernel_templates.base import DeviceInfo, record_to_dict, template, templates
+from kernel_templates import attention_decode, attention_prefill, attention_problem
+from kernel_templates.base import (
+    DeviceInfo,
+    record_from_dict,
+    record_to_dict,
+    template,
+    templates,
+)
 from kernel_templates.gelu_mul import Config, Problem
 from search_spaces.base import shared_limit, spaces
-from tuner.compile import Resources
+from tuned_configs.roots import shipped_root
+from tuned_configs.store import read_table, table_path
+from tuner.compile import CompilePool, Resources
 from tuner.device import known_gpus
 from tuner.model import load_model, preset_names
 from tuner.predict import LEAST_GAIN, blocks_per_sm, predict_us
@@ -229,3 +238,109 @@ def test_configs_of_the_space_are_json() -> None:
     for name, problem in everything((64,))[::5]:
         for config in list(spaces()[name].configs(problem, A100))[::50]:
             assert json.loads(json.dumps(record_to_dict(config))) == record_to_dict(config)
+
+
+# Tiled kernels
+
+
+PREFILL, DECODE = template("attention_prefill"), template("attention_decode")
+SLIDING = attention_problem.Problem(8192, 1024, 0, 8, 1, 256, 512, 32)
+STEP = attention_decode.Problem(32, 1, 4096, 8, 1, 512)
+LARGE = attention_prefill.Config(128, 64, 1, True, False, 8, 2)
+
+
+def tiled(
+    problem: Any, config: Any, usage: Resources | None = None, gpu: DeviceInfo = A100
+) -> float:
+    kernel = PREFILL if isinstance(config, attention_prefill.Config) else DECODE
+    usage = usage or Resources(255, 0, 98_304, config.num_warps)
+    return predict_us(kernel, problem, config, [usage], gpu)
+
+
+@pytest.mark.parametrize("window", [0, 20])
+@pytest.mark.parametrize(("context", "parts"), [(0, 1), (50, 2)])
+def test_tiles_are_counted_as_the_kernel_walks_them(window: int, context: int, parts: int) -> None:
+    problem = attention_problem.Problem(100, 40, context, 8, 2, 32, window)
+    config = attention_prefill.Config(16, 16, parts, True, False, 4, 2)
+    steps = programs = longest = 0
+    for new in problem.new:
+        for first in range(0, new, 4):
+            seen = [
+                key // 16
+                for query in range(first, min(first + 4, new))
+                for key in range(problem.first(context + query), context + query + 1)
+            ]
+            # From the first key of the first query: the kernel visits whole ranges.
+            walked = max(seen) - min(seen) + 1
+            steps, programs, longest = steps + walked, programs + 1, max(longest, walked)
+    work = attention_prefill.tile_work(problem, config)
+    assert (work.programs, work.steps, work.longest) == (
+        2 * parts * programs, 2 * parts * steps, longest,
+    )  # fmt: skip
+    assert work.step_flops == 2 * 16 * 16 * (32 + 32 // parts)
+    assert work.step_bytes == 16 * (32 + 32 // parts) * 2
+
+
+def test_shares_are_counted() -> None:
+    config = attention_decode.Config(32, 8, 4, 2)
+    work = attention_decode.tile_work(STEP, config)
+    assert (work.programs, work.steps, work.longest) == (32 * 8, 32 * 129, 17)
+    assert work.scratch_bytes == 2 * 4 * 32 * 8 * 8 * 512
+    assert (
+        attention_decode.tile_work(STEP, dataclasses.replace(config, splits=1)).scratch_bytes == 0
+    )
+
+
+def test_small_tiles_read_keys_too_often() -> None:
+    stock = attention_prefill.stock_config(SLIDING)
+    small = tiled(SLIDING, stock, Resources(168, 0, 74_752, 4))
+    assert small > 1.5 * tiled(SLIDING, LARGE)
+    assert small > 2 * SLIDING.tokens * 8 * 528 * 4 * 256 / A100.bf16_flops * 1e6
+
+
+def test_spills_and_no_pipeline_cost_tiles_time() -> None:
+    assert tiled(SLIDING, LARGE, Resources(255, 128, 98_304, 8)) > tiled(SLIDING, LARGE)
+    assert tiled(SLIDING, dataclasses.replace(LARGE, num_stages=1)) > tiled(SLIDING, LARGE)
+    assert tiled(SLIDING, LARGE, Resources(255, 0, A100.shared_per_sm, 8)) == math.inf
+
+
+def test_splits_fill_the_gpu_and_cost_a_second_kernel() -> None:
+    one = dataclasses.replace(STEP, tokens=1)
+    times = {n: tiled(one, attention_decode.Config(32, n, 4, 2)) for n in (1, 16)}
+    assert times[16] < 0.5 * times[1]
+    many = dataclasses.replace(STEP, tokens=2048)
+    assert tiled(many, attention_decode.Config(32, 1, 4, 2)) < tiled(
+        many, attention_decode.Config(32, 16, 4, 2)
+    )
+
+
+def test_a_warp_alone_is_slower_on_a_gpu_of_warpgroups() -> None:
+    hopper = next(gpu for gpu in known_gpus() if gpu.target == 90)
+    wide = dataclasses.replace(SLIDING, query_heads=64, kv_heads=8)
+    group = dataclasses.replace(LARGE, block_m=64)
+    warp = dataclasses.replace(LARGE, block_m=32)
+    assert tiled(wide, warp, gpu=hopper) > 1.5 * tiled(wide, group, gpu=hopper)
+
+
+@pytest.mark.slow
+def test_the_model_agrees_with_what_was_measured() -> None:
+    """The shipped tables' gains over the default are foreseen, if not their size."""
+    device = next(gpu for gpu in known_gpus() if gpu.name == "NVIDIA H200")
+    entries = read_table(table_path(shipped_root(), device.name, PREFILL.name)).entries
+    large = [e for e in entries if e.verdict == "tuned" and e.problem["tokens"] == 8192]
+    assert len(large) >= 5
+    with CompilePool(device.target, 2) as pool:
+        for entry in large:
+            assert entry.time_us is not None
+            assert entry.default_us is not None
+            problem = record_from_dict(PREFILL.problem, entry.problem)
+            configs = (
+                record_from_dict(PREFILL.config, entry.config),
+                PREFILL.default(problem, device),
+            )
+            ours, default = (
+                predict_us(PREFILL, problem, c, pool.submit(PREFILL, problem, c).result(), device)
+                for c in configs
+            )
+            measured = entry.default_us.median / entry.time_us.median
+            assert 0.6 * measured < default / ours < 1.7 * measured, entry.problem
