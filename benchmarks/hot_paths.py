@@ -20,7 +20,7 @@ from typing import Annotated
 import triton
 import typer
 
-from kernel_templates.base import DeviceInfo, templates
+from kernel_templates.base import DeviceInfo
 from tuned_configs.files import replace_file
 from tuned_configs.lookup import TableSet
 from tuned_configs.naming import folder_name
@@ -37,7 +37,7 @@ from . import render
 from .fixed import ORIGIN
 from .measure import ContextLostError, Measurer, Picks, pick
 from .result import Report
-from .session import attached, environment, interpreter_fits, lines_of, stamps
+from .session import attached, environment, interpreter_fits, lines_of, names_of, stamps
 
 COPY_BYTES = 1 << 30
 #: Longest wait for one binary that is compiled ahead.
@@ -97,7 +97,7 @@ def main(
         device, index = (from_data_file(gpu), 0) if dry_run else attached(gpu)
     except (ModelConfigError, DeviceError) as error:
         fail(str(error))
-    work = plan(models, _names(only), counts_of(tokens))
+    work = plan(models, names_of(only), counts_of(tokens))
     if not work:
         fail(f"{', '.join(shape.name for shape in models)} need none of these kernels", FAILED)
     if configs is not None and not configs.is_dir():
@@ -130,17 +130,6 @@ def main(
     report.seconds = time.monotonic() - start
     _write(report, device, out, plot)
     raise typer.Exit(0 if report.rows else FAILED)
-
-
-def _names(text: str | None) -> list[str]:
-    known = list(templates())
-    if text is None:
-        return known
-    names = [name.strip() for name in text.split(",")]
-    for name in names:
-        if name not in known:
-            fail(f"no template {name!r}; known: {', '.join(known)}")
-    return list(dict.fromkeys(names))
 
 
 def _compile_ahead(

@@ -12,7 +12,7 @@ import torch
 import triton
 
 import tuner
-from kernel_templates.base import DeviceInfo
+from kernel_templates.base import DeviceInfo, templates
 from tuned_configs.lookup import TableSet
 from tuner.cli import NO_GPU, fail
 from tuner.device import DeviceError, attached_gpus, matches, same_model
@@ -24,6 +24,18 @@ def interpreter_fits(dry_run: bool) -> None:
         fail("a dry run needs TRITON_INTERPRET=1 in the environment")
     if interpreted and not dry_run:
         fail("TRITON_INTERPRET is set: that would time the interpreter; unset it, or --dry-run")
+
+
+def names_of(text: str | None) -> list[str]:
+    """The templates of a comma-separated list, all for None."""
+    known = list(templates())
+    if text is None:
+        return known
+    names = [name.strip() for name in text.split(",")]
+    for name in names:
+        if name not in known:
+            fail(f"no template {name!r}; known: {', '.join(known)}")
+    return list(dict.fromkeys(names))
 
 
 def attached(gpu: str) -> tuple[DeviceInfo, int]:

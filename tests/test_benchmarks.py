@@ -266,3 +266,20 @@ def test_on_a_gpu(tmp_path: Path) -> None:
     assert not values["errors"]
     assert values["large_copy"]["gb_per_s"] > 100
     assert {"default", "fixed", "copy"} <= set(values["rows"][0]["times_us"])
+
+
+@pytest.mark.slow
+def test_resources_of_a_gpu_that_is_not_here(tmp_path: Path) -> None:
+    from benchmarks import resources
+
+    arguments = ["--gpu", "a100", "--model", "e2b", "--templates", "gelu_mul", "--tokens", "64"]
+    arguments += ["--configs", str(tmp_path), "--out", str(tmp_path), "--jobs", "1"]
+    done = CliRunner().invoke(resources.app, arguments)
+    assert done.exit_code == 0, done.output
+    text = (tmp_path / "NVIDIA_A100-SXM4-80GB" / "resources.md").read_text()
+    assert "Nothing was run on this GPU" in text
+    assert "## gelu_mul: width 6144: gelu * up" in text
+    rows = [line.split("|") for line in text.splitlines() if line.startswith("| 64 |")]
+    assert len(rows) == 3
+    assert all(int(row[4]) > 0 and int(row[7]) > 0 for row in rows)
+    assert CliRunner().invoke(resources.app, ["--gpu", "none"]).exit_code == 2
