@@ -111,6 +111,14 @@ class AttentionInputs(Inputs):
         block by block, where copies of a whole cache would not fit the device."""
         return dataclasses.replace(self, q=self.q.float())
 
+    def reference_bytes(self) -> int:
+        """The cache of the smaller case, no larger than this one's, copies of queries and results,
+        and, of one sequence at a time, its keys and values in float32 and pieces of its scores."""
+        heads = self.keys.shape[2] * self.keys.shape[3]
+        longest = self.block_table.shape[1] * self.keys.shape[1]
+        rows = self.q.numel() * 4 * 8
+        return self.nbytes() + rows + longest * heads * 4 * 6 + CHUNK * 4 * 5
+
 
 def wrong(name: str, found: object, wanted: object) -> ValueError:
     return ValueError(f"attention: {name} is {found}, wanted {wanted}")

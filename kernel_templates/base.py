@@ -182,6 +182,14 @@ class Inputs:
         tensors = [*self.operands().values(), *self.outputs().values()]
         return sum(t.numel() * t.element_size() for t in tensors)
 
+    def reference_bytes(self) -> int:
+        """Bytes that computing the references takes beside the inputs, at most.
+
+        Float32 copies of operands and outputs, the same-dtype answer, the temporaries of both, and
+        the inputs of a smaller case.
+        """
+        return 11 * self.nbytes()
+
 
 def out() -> Any:
     """A dataclass field for a tensor that the kernel writes (None when the problem has none)."""

@@ -154,6 +154,14 @@ def test_cost_counts_what_is_seen(tokens: int, queries: int, context: int, windo
     assert found.bytes == 2 * (2 * tokens * 4 * 32 + 2 * positions * 2 * 32)
 
 
+def test_references_of_a_large_cache_fit_beside_it() -> None:
+    # 31B's full layers, 256 sequences with 4096 keys: ten float32 copies of the cache would not.
+    problem = Problem(256, 1, 4096, 32, 4, 512)
+    sizes = decode.TEMPLATE.make_inputs(problem, 0, torch.device("meta"), 0)
+    assert 8 << 30 < sizes.nbytes() < 9 << 30
+    assert sizes.reference_bytes() < sizes.nbytes() + (4 << 30)
+
+
 def test_the_hash_covers_the_shared_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = (Path(kernel_templates.__path__[0]) / "attention_common.py").read_text(encoding="utf-8")
     changed = after(text, functions(text)["_scores"][0], "unused = 1")

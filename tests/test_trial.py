@@ -215,9 +215,15 @@ def test_too_large_a_problem_is_refused_with_the_figures(
     # The experts of 128: gate_up [128, 1408, 2816] and down [128, 2816, 704] in bfloat16.
     experts = 2 * 128 * (1408 * 2816 + 2816 * 704)
     with pytest.raises(MemoryError) as refused:
-        bench._refuse_if_too_large(experts)
+        bench._refuse_if_too_large(experts, 11 * experts)
     text = str(refused.value)
-    for figure in ("17424 MiB", "1452 MiB per input set", "1024 MiB of 2048 MiB", "60%"):
+    for figure in (
+        "17424 MiB",
+        "1452 MiB per input set",
+        "15972 MiB for its references",
+        "1024 MiB of 2048 MiB",
+        "60%",
+    ):
         assert figure in text
     # The same way through prepare, before anything is allocated.
     tokens = (1 << 30) // (4 * faulty_template.WIDTH)
@@ -231,11 +237,12 @@ def test_memory_may_be_used_up_to_a_share(
     share: float, fits: bool, bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     as_gpu(bench, monkeypatch, 12 << 30, 80 << 30)
+    size = int(share * (1 << 30))
     if fits:
-        bench._refuse_if_too_large(int(share * (1 << 30)))
+        bench._refuse_if_too_large(size, 11 * size)
     else:
         with pytest.raises(MemoryError):
-            bench._refuse_if_too_large(int(share * (1 << 30)))
+            bench._refuse_if_too_large(size, 11 * size)
 
 
 def test_versions_name_what_made_the_binaries(bench: Bench) -> None:

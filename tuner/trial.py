@@ -172,8 +172,9 @@ class Bench:
         template = load_template(module)
         self.template = template
         self.problem = record_from_dict(template.problem, problem)
-        one = self._nbytes(self.problem)
-        self._refuse_if_too_large(one)
+        sizes = template.make_inputs(self.problem, 0, torch.device("meta"), 0)
+        one = int(sizes.nbytes())
+        self._refuse_if_too_large(one, sizes.reference_bytes())
         odd = dataclasses.replace(self.problem, tokens=min(self.ODD_TOKENS, self.problem.tokens))
         self.cases = [
             self._case("as served", self.problem, seed, pad=0),
@@ -189,21 +190,15 @@ class Bench:
         self._synchronize()
         return {"bytes_per_set": one, "sets": count}
 
-    def _nbytes(self, problem: Any) -> int:
-        assert self.template is not None
-        return int(self.template.make_inputs(problem, 0, torch.device("meta"), 0).nbytes())
-
-    def _refuse_if_too_large(self, nbytes: int) -> None:
-        # One timed set, and its references: float32 copies of operands and outputs, the same-dtype
-        # answer, and the temporaries of both, at most ten times the set.
-        needed = 12 * nbytes
+    def _refuse_if_too_large(self, nbytes: int, references: int) -> None:
+        needed = nbytes + references
         if self.device.type != "cuda":
             return
         free, total = torch.cuda.mem_get_info(self.device)
         if needed > self.MEMORY_SHARE * free:
             raise MemoryError(
                 f"needs about {needed / 2**20:.0f} MiB ({nbytes / 2**20:.0f} MiB per input set and "
-                f"references of up to 11 times that), {free / 2**20:.0f} MiB of "
+                f"{references / 2**20:.0f} MiB for its references), {free / 2**20:.0f} MiB of "
                 f"{total / 2**20:.0f} MiB are free, of which {self.MEMORY_SHARE:.0%} may be used"
             )
 
