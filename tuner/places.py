@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import tuned_configs
 from kernel_templates.base import DeviceInfo
 from tuned_configs.faults import TableError
 from tuned_configs.naming import folder_name
+from tuned_configs.roots import shipped_root, user_root
 from tuned_configs.schema import Entry
 from tuned_configs.store import read_table
 
@@ -20,19 +19,6 @@ from .run import Job, seeds_from_entries
 
 #: Where a tuning run keeps its record of trials, beside what the user is working on.
 STATE_FOLDER = Path(".gemma-tune")
-
-
-def shipped_root() -> Path:
-    """The tables that come with the package."""
-    return Path(tuned_configs.__file__).parent
-
-
-def user_root() -> Path:
-    """The user's own tables: ``GEMMA_TUNE_CONFIGS``, else the user's data folder."""
-    if configured := os.environ.get("GEMMA_TUNE_CONFIGS"):
-        return Path(configured).expanduser()
-    data = os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share"
-    return Path(data) / "gemma-tune" / "tuned_configs"
 
 
 def roots() -> list[Path]:
