@@ -8,8 +8,8 @@ An evaluator serves one problem at a time: ``open`` it, ``evaluate`` candidates 
 from __future__ import annotations
 
 import dataclasses
-import time
 import platform
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -26,7 +26,6 @@ from .search import ProblemSearch
 from .timing import Timing, compare_paired
 from .trial import Outcome, Status
 from .worker import RemoteError, Worker, WorkerDied, WorkerError, WorkerTimeout
-
 
 #: Seconds for which an answer about other processes on the GPU holds.
 COMPANY_SECONDS = 15.0

@@ -29,55 +29,95 @@ RELIES_ON: Mapping[str, tuple[str, ...]] = {
 }
 
 #: Fingerprints of the functions as we have read them, with the first release that has each.
-KNOWN: Mapping[str, Mapping[str, str]] = {}
+KNOWN: Mapping[str, Mapping[str, str]] = {
+    "Gemma4DecoderLayer.forward": {
+        "9650e5d87807": "0.26",
+        "cb2afb3ac940": "0.29",  # asserts added
+        "dca84ae2143b": "0.31",  # experts in place of moe
+    },
+    "Gemma4Attention.forward": {
+        "39869a31389f": "0.26",
+        "5397f778ec44": "0.30",  # KV-shared layers project Q only
+    },
+    "Gemma4MLP.forward": {"39dc6cbfc2a9": "0.26"},
+    "Gemma4Model.forward": {"731c66a10633": "0.26"},
+    "Gemma4Router.forward": {"65008fce1e47": "0.26"},
+    "_run_decoder_layers": {"9e1c2be3c6b9": "0.26"},
+    "gemma4_fused_routing_kernel_triton": {"b0768b14120f": "0.26"},
+    "gemma4_routing_function_torch": {"ffd68d696348": "0.26"},
+}
 
 #: Class attributes that the plugin reads: file, class, attributes assigned in its body.
-ATTRIBUTES: tuple[tuple[str, str, tuple[str, ...]], ...] = (
+ATTRIBUTES: tuple[tuple[str, str, str], ...] = (
     (
         GEMMA4,
         "Gemma4DecoderLayer",
-        (
-            "self_attn mlp input_layernorm post_attention_layernorm pre_feedforward_layernorm "
-            "post_feedforward_layernorm post_feedforward_layernorm_1 post_feedforward_layernorm_2 "
-            "pre_feedforward_layernorm_2 enable_moe_block router per_layer_input_gate "
-            "per_layer_projection post_per_layer_input_norm layer_scalar"
-        ).split(),
+        "self_attn mlp input_layernorm post_attention_layernorm pre_feedforward_layernorm "
+        "post_feedforward_layernorm post_feedforward_layernorm_1 post_feedforward_layernorm_2 "
+        "pre_feedforward_layernorm_2 enable_moe_block router per_layer_input_gate "
+        "per_layer_projection post_per_layer_input_norm layer_scalar",
     ),
     (
         GEMMA4,
         "Gemma4Attention",
-        (
-            "num_heads num_kv_heads head_dim q_size kv_size is_sliding is_kv_shared_layer config "
-            "qkv_proj o_proj q_norm k_norm v_norm rotary_emb attn"
-        ).split(),
+        "num_heads num_kv_heads head_dim q_size kv_size is_sliding is_kv_shared_layer config "
+        "qkv_proj o_proj q_norm k_norm v_norm rotary_emb attn",
     ),
-    (GEMMA4, "Gemma4MLP", ("gate_up_proj", "act_fn", "down_proj")),
-    (GEMMA4, "Gemma4Router", ("hidden_size", "norm", "scale", "root_size", "proj")),
-    (GEMMA4, "Gemma4Model", ("start_layer", "end_layer", "layers", "config")),
-    (GEMMA4, "Gemma4ForCausalLM", ("model",)),
+    (
+        GEMMA4,
+        "Gemma4MLP",
+        "gate_up_proj act_fn down_proj",
+    ),
+    (
+        GEMMA4,
+        "Gemma4Router",
+        "hidden_size norm scale root_size proj",
+    ),
+    (
+        GEMMA4,
+        "Gemma4Model",
+        "start_layer end_layer layers config",
+    ),
+    (
+        GEMMA4,
+        "Gemma4ForCausalLM",
+        "model",
+    ),
     (
         "model_executor/layers/layernorm.py",
         "RMSNorm",
-        ("weight", "variance_epsilon", "variance_size_override", "has_weight"),
+        "weight variance_epsilon variance_size_override has_weight",
     ),
-    ("model_executor/layers/activation.py", "GeluAndMul", ("approximate",)),
+    (
+        "model_executor/layers/activation.py",
+        "GeluAndMul",
+        "approximate",
+    ),
     (
         "model_executor/layers/rotary_embedding/base.py",
         "RotaryEmbeddingBase",
-        ("head_size", "rotary_dim", "is_neox_style", "cos_sin_cache"),
+        "head_size rotary_dim is_neox_style cos_sin_cache",
     ),
     (
         "model_executor/layers/rotary_embedding/gemma4_rope.py",
         "Gemma4RotaryEmbedding",
-        ("rope_angles",),
+        "rope_angles",
     ),
-    ("model_executor/models/interfaces.py", "EagleModelMixin", ("aux_hidden_state_layers",)),
+    (
+        "model_executor/models/interfaces.py",
+        "EagleModelMixin",
+        "aux_hidden_state_layers",
+    ),
     (
         "config/vllm.py",
         "VllmConfig",
-        ("additional_config", "lora_config", "quant_config", "cache_config", "model_config"),
+        "additional_config lora_config quant_config cache_config model_config",
     ),
-    ("model_executor/models/registry.py", "_LazyRegisteredModel", ("module_name",)),
+    (
+        "model_executor/models/registry.py",
+        "_LazyRegisteredModel",
+        "module_name",
+    ),
 )
 
 
@@ -151,7 +191,7 @@ def assigned(text: str, owner: str) -> set[str]:
 
 
 def faults(folder: Path) -> list[str]:
-    """What the plugin relies on and this unpacked ``vllm`` package lacks; empty when all is there."""
+    """What the plugin relies on and this unpacked ``vllm`` lacks; empty when all is there."""
     text = (folder / GEMMA4).read_text(encoding="utf-8")
     lines = [f"{path}: {reason}" for path, reason in unknown(text).items()]
     for file, owner, names in ATTRIBUTES:
@@ -159,7 +199,7 @@ def faults(folder: Path) -> list[str]:
         if not path.is_file():
             lines.append(f"{file} is missing")
             continue
-        missing = sorted(set(names) - assigned(path.read_text(encoding="utf-8"), owner))
+        missing = sorted(set(names.split()) - assigned(path.read_text(encoding="utf-8"), owner))
         lines += [f"{file}: {owner} has no {name}" for name in missing]
     return lines
 

@@ -223,7 +223,11 @@ def route(experts: int, top_k: int, scale_dtype: torch.dtype) -> None:
 
 def _routing(stock: Any) -> Any:
     def routing(
-        gating_output: torch.Tensor, topk: int, per_expert_scale: torch.Tensor, *args: Any, **kw: Any
+        gating_output: torch.Tensor,
+        topk: int,
+        per_expert_scale: torch.Tensor,
+        *args: Any,
+        **kw: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         kind = (gating_output.shape[-1], topk, per_expert_scale.dtype)
         if kind not in _routed or gating_output.dim() != 2 or gating_output.dtype != torch.float32:

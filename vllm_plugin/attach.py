@@ -1,0 +1,103 @@
+"""Give the modules of a freshly built Gemma 4 their plans, or say why not.
+
+Runs in the worker, after the modules exist and before weights are loaded or anything is traced.
+"""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from . import contract, settings
+from .report import Report
+from .tables import Choices, Unavailable
+
+#: Key of ``VllmConfig.additional_config``, part of the key of vLLM's compile cache.
+DIGEST = "gemma_tune"
+
+
+def attach(model: Any, vllm_config: Any) -> Report:
+    """Plan what the tables serve; on any fault every module is left as vLLM made it."""
+    report = Report(model, vllm_config)
+    try:
+        _attach(model, vllm_config, report)
+    except Unavailable as error:
+        report.refuse(str(error))
+        detach(model)
+    except Exception:
+        detach(model)
+        _publish(vllm_config, None)
+        raise
+    report.log()
+    return report
+
+
+def _attach(model: Any, vllm_config: Any, report: Report) -> None:
+    refuse_config(vllm_config)
+    choices = Choices.load()
+    report.device = choices.device.name
+    for fault in choices.faults:
+        settings.log.warning("gemma-tune: %s", fault)
+    from . import layers, ops, plan
+
+    unknown = contract.unknown(Path(inspect.getfile(layers.gemma4)).read_text(encoding="utf-8"))
+    ops.use(choices)
+    planner = plan.Planner(choices, report, vllm_config, unknown)
+    planner.plan(model.model)
+    layers.patch()
+    if not report.any_active():
+        return
+
+    def publish() -> None:
+        _publish(vllm_config, choices.digest(planner.active()))
+
+    planner.watch_auxiliary(model.model, publish)
+    publish()
+
+
+def detach(model: Any) -> None:
+    """Take every plan away again."""
+    for module in model.modules():
+        module.__dict__.pop("_gemma_tune", None)
+
+
+def refuse_config(config: Any) -> None:
+    """Raise Unavailable for a server that the plugin leaves alone as a whole."""
+    from vllm import envs
+
+    passes = getattr(getattr(config, "compilation_config", None), "pass_config", None)
+    precision = getattr(config.model_config, "dtype", None)
+    reasons = (
+        (config.quant_config is not None, "quantised weights: vLLM fuses norms with quantisation"),
+        (config.lora_config is not None, "LoRA is on"),
+        (bool(getattr(passes, "enable_sp", False)), "sequence parallelism rewrites the norms"),
+        (bool(getattr(envs, "VLLM_BATCH_INVARIANT", False)), "batch invariance is asked for"),
+        (
+            precision not in (torch.bfloat16, torch.float16, torch.float32),
+            f"dtype {precision} has no kernels",
+        ),
+        (
+            not isinstance(config.additional_config, dict),
+            "additional_config is no dict, so that the compile cache cannot be told apart",
+        ),
+    )
+    for holds, reason in reasons:
+        if holds:
+            raise Unavailable(reason)
+
+
+def _publish(config: Any, digest: str | None) -> None:
+    """Make the digest part of the compile cache's key, for both of vLLM's caches.
+
+    A cached graph of stock vLLM is else loaded although our layers are in place, and the reverse.
+    """
+    from vllm.config import get_current_vllm_config_or_none
+
+    for each in (config, get_current_vllm_config_or_none()):
+        if each is None or not isinstance(each.additional_config, dict):
+            continue
+        others = {key: value for key, value in each.additional_config.items() if key != DIGEST}
+        each.additional_config = others if digest is None else {**others, DIGEST: digest}
