@@ -7,6 +7,7 @@ helper of ``test_vllm.py`` and the program that its tests start, each time in a 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import sys
@@ -130,7 +131,26 @@ def write_model(folder: Path, kind: str) -> Path:
     return folder
 
 
-def answer(model: Path, eager: bool, extra: dict[str, Any]) -> dict[str, Any]:
+def record(model: Any) -> None:
+    """Keep what every decoder layer and the final norm return (eager mode, this process)."""
+    STATES.clear()
+
+    def keep(name: str) -> Any:
+        def hook(_module: Any, _inputs: Any, output: Any) -> None:
+            value = output[0] if isinstance(output, tuple) else output
+            STATES.setdefault(name, []).append(value.detach().clone())
+
+        return hook
+
+    for index, layer in enumerate(model.model.layers):
+        layer.register_forward_hook(keep(f"layer {index}"))
+    model.model.norm.register_forward_hook(keep("norm"))
+
+
+STATES: dict[str, list[torch.Tensor]] = {}
+
+
+def answer(model: Path, eager: bool, save: Path | None, extra: dict[str, Any]) -> dict[str, Any]:
     """Tokens and log-probabilities of the answers, and what the worker has in place."""
     from vllm import LLM, SamplingParams
 
@@ -147,6 +167,8 @@ def answer(model: Path, eager: bool, extra: dict[str, Any]) -> dict[str, Any]:
         enable_prefix_caching=False,
         **extra,
     )
+    if save is not None:
+        llm.apply_model(record)
     sampling = SamplingParams(temperature=0.0, max_tokens=6, logprobs=5, detokenize=False)
     outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], sampling)
     result: dict[str, Any] = {
@@ -156,33 +178,63 @@ def answer(model: Path, eager: bool, extra: dict[str, Any]) -> dict[str, Any]:
             for steps in (each.outputs[0].logprobs for each in outputs)
         ],
     }
-    result["plans"] = llm.apply_model(_plans)[0] if os.environ.get("INSPECT") else None
+    if save is not None:
+        torch.save(STATES, save)
+    if os.environ.get("VLLM_ALLOW_INSECURE_SERIALIZATION") == "1":
+        result |= llm.apply_model(inspect)[0]
+    result["digest"] = llm.llm_engine.vllm_config.additional_config.get("gemma_tune")
     return result
 
 
-def _plans(model: Any) -> dict[str, int]:
-    """How many modules of each class carry a plan."""
-    found: dict[str, int] = {}
+def inspect(model: Any) -> dict[str, Any]:
+    """What the plugin has in place in the worker and which of its kernels have run."""
+    plans: dict[str, int] = {}
     for module in model.modules():
         if "_gemma_tune" in module.__dict__:
             name = type(module).__name__
-            found[name] = found.get(name, 0) + 1
-    return found
+            plans[name] = plans.get(name, 0) + 1
+    ops = sys.modules.get("vllm_plugin.ops")
+    used = {} if ops is None or ops._choices is None else ops._choices._configs
+    return {
+        "plans": plans,
+        "linked": sum(
+            getattr(module.__dict__.get("_gemma_tune"), "next_norm", None) is not None
+            for module in model.modules()
+        ),
+        "used": sorted({name for name, _ in used}),
+        "broken": sorted(ops._broken) if ops else [],
+        "patched": "vllm_plugin.layers" in sys.modules,
+        "loaded": "vllm_plugin" in sys.modules,
+    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("model", type=Path)
     parser.add_argument("--eager", action="store_true")
+    parser.add_argument("--save", type=Path, help="file for the hidden states of every layer")
     parser.add_argument("--extra", type=json.loads, default={})
-    parser.add_argument("--break", dest="broken", default="")
+    parser.add_argument("--break", dest="broken", default="", help="module:attribute that raises")
     arguments = parser.parse_args()
     if arguments.broken:
-        import vllm_break
-
-        vllm_break.apply(arguments.broken)
-    print(MARK + json.dumps(answer(arguments.model, arguments.eager, arguments.extra)))
+        make_raise(arguments.broken)
+    result = answer(arguments.model, arguments.eager, arguments.save, arguments.extra)
+    print(MARK + json.dumps(result))
     sys.stdout.flush()
+
+
+def make_raise(where: str) -> None:
+    """Replace a function of ours by one that raises."""
+    module, _, path = where.partition(":")
+    owner = importlib.import_module(module)
+    *parents, name = path.split(".")
+    for parent in parents:
+        owner = getattr(owner, parent)
+
+    def raises(*_: Any, **__: Any) -> Any:
+        raise RuntimeError(f"broken on purpose: {where}")
+
+    setattr(owner, name, raises)
 
 
 if __name__ == "__main__":
