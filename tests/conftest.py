@@ -16,6 +16,16 @@ import torch
 BF16_KEY = pytest.StashKey[str]()
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--vllm-sources",
+        action="append",
+        default=[],
+        metavar="FOLDER",
+        help="an unpacked vllm package to check what the plugin relies on; may be repeated",
+    )
+
+
 def _gpu_run(config: pytest.Config) -> bool:
     marks = config.option.markexpr
     return "gpu" in marks and "not gpu" not in marks and torch.cuda.is_available()
