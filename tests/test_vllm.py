@@ -135,6 +135,7 @@ def test_same_tokens_and_hidden_states(
     assert ran.result["used"] == used
     assert ran.result["broken"] == []
     assert ran.result["linked"] == 3
+    assert ran.result["linked_for_a_drafter"] == 0
     assert set(ran.result["plans"].values()) == {4}
     assert len(ran.summaries) == 1
     assert "10 of 10" in ran.summaries[0] if kind == "dense" else "6 of 6" in ran.summaries[0]
@@ -189,7 +190,7 @@ def test_predicted_tables_wait_for_confirmation(place: Path, stock: dict[str, Ra
     write_tables(tables, place / "dense", provenance="predicted")
     ran = run(place / "dense", "--eager", tables=tables)
     assert_stock(ran, stock["dense"])
-    assert "0 of 8 hot paths active" in ran.summaries[0]
+    assert "0 of 9 hot paths active" in ran.summaries[0]
     assert "gemma-tune confirm" in ran.summaries[0]
     ran = run(place / "dense", "--eager", tables=tables, GEMMA_TUNE_PREDICTED="1")
     assert ran.result["used"] == ALL
@@ -281,7 +282,7 @@ def test_plugin_loads_in_every_process(place: Path, stock: dict[str, Ran]) -> No
         tables=place / "tables-dense",
         VLLM_ENABLE_V1_MULTIPROCESSING="1",
         VLLM_LOGGING_LEVEL="DEBUG",
-        PYTHONPATH=str(PROGRAM.parent),
+        PYTHONPATH=f"{PROGRAM.parent}:{os.environ.get('PYTHONPATH', '')}",
     )
     installed = re.findall(r"\((\w+)[^)]*pid=(\d+)\).*Gemma4ForCausalLM is built by", ran.log)
     assert len({process for _, process in installed}) >= 3, installed

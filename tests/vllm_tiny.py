@@ -90,11 +90,11 @@ def weights(values: dict[str, Any]) -> dict[str, torch.Tensor]:
         matrix(f"{at}self_attn.q_proj.weight", heads * width, hidden)
         matrix(f"{at}self_attn.o_proj.weight", hidden, heads * width)
         norm(f"{at}self_attn.q_norm.weight", width)
-        if not shared:
-            matrix(f"{at}self_attn.k_proj.weight", kv * width, hidden)
-            norm(f"{at}self_attn.k_norm.weight", width)
-            if not k_eq_v:
-                matrix(f"{at}self_attn.v_proj.weight", kv * width, hidden)
+        # Also in KV-shared layers, as in Google's checkpoints: older vLLM wants them there.
+        matrix(f"{at}self_attn.k_proj.weight", kv * width, hidden)
+        norm(f"{at}self_attn.k_norm.weight", width)
+        if not k_eq_v:
+            matrix(f"{at}self_attn.v_proj.weight", kv * width, hidden)
         inner = values["intermediate_size"] * (1 + (values["use_double_wide_mlp"] and shared))
         matrix(f"{at}mlp.gate_proj.weight", inner, hidden)
         matrix(f"{at}mlp.up_proj.weight", inner, hidden)
@@ -195,17 +195,22 @@ def inspect(model: Any) -> dict[str, Any]:
             plans[name] = plans.get(name, 0) + 1
     ops = sys.modules.get("vllm_plugin.ops")
     used = {} if ops is None or ops._choices is None else ops._choices._configs
+    linked = _linked(model)
+    model.model._set_aux_hidden_state_layers((1,))
     return {
         "plans": plans,
-        "linked": sum(
-            getattr(module.__dict__.get("_gemma_tune"), "next_norm", None) is not None
-            for module in model.modules()
-        ),
+        "linked": linked,
+        "linked_for_a_drafter": _linked(model),
         "used": sorted({name for name, _ in used}),
         "broken": sorted(ops._broken) if ops else [],
         "patched": "vllm_plugin.layers" in sys.modules,
         "loaded": "vllm_plugin" in sys.modules,
     }
+
+
+def _linked(model: Any) -> int:
+    plans = (module.__dict__.get("_gemma_tune") for module in model.modules())
+    return sum(getattr(plan, "next_norm", None) is not None for plan in plans)
 
 
 def main() -> None:

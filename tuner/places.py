@@ -10,7 +10,8 @@ from typing import Any
 from kernel_templates.base import DeviceInfo
 from tuned_configs.faults import TableError
 from tuned_configs.naming import folder_name
-from tuned_configs.roots import shipped_root, user_root
+from tuned_configs.roots import shipped_root as shipped_root
+from tuned_configs.roots import user_root as user_root
 from tuned_configs.schema import Entry
 from tuned_configs.store import read_table
 

@@ -6,6 +6,7 @@ Runs in the worker, after the modules exist and before weights are loaded or any
 from __future__ import annotations
 
 import inspect
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ def attach(model: Any, vllm_config: Any) -> Report:
     except Unavailable as error:
         report.refuse(str(error))
         detach(model)
+        _publish(vllm_config, None)
     except Exception:
         detach(model)
         _publish(vllm_config, None)
@@ -41,9 +43,11 @@ def _attach(model: Any, vllm_config: Any, report: Report) -> None:
     report.device = choices.device.name
     for fault in choices.faults:
         settings.log.warning("gemma-tune: %s", fault)
+    from vllm.model_executor.models import gemma4
+
     from . import layers, ops, plan
 
-    unknown = contract.unknown(Path(inspect.getfile(layers.gemma4)).read_text(encoding="utf-8"))
+    unknown = contract.unknown(Path(inspect.getfile(gemma4)).read_text(encoding="utf-8"))
     ops.use(choices)
     planner = plan.Planner(choices, report, vllm_config, unknown)
     planner.plan(model.model)
@@ -62,6 +66,9 @@ def detach(model: Any) -> None:
     """Take every plan away again."""
     for module in model.modules():
         module.__dict__.pop("_gemma_tune", None)
+    layers = sys.modules.get("vllm_plugin.layers")
+    if layers is not None:
+        layers.unroute()
 
 
 def refuse_config(config: Any) -> None:

@@ -68,7 +68,7 @@ def layer_forward(
     """``Gemma4DecoderLayer.forward``."""
     plan = getattr(self, PLAN, None)
     if plan is None or hidden_states.dim() != 2:
-        return _stock[gemma4.Gemma4DecoderLayer](
+        return _stock[gemma4.Gemma4DecoderLayer](  # type: ignore[no-any-return]
             self, positions, hidden_states, residual, per_layer_input=per_layer_input, **kwargs
         )
     normed = self.input_layernorm(hidden_states) if residual is None else residual
@@ -76,7 +76,6 @@ def layer_forward(
     second = second_weight = sum_weight = None
     if plan.experts:
         stream, mlp_in, experts_in, router_in = _fused(
-            self,
             plan,
             attended,
             self.post_attention_layernorm.weight,
@@ -95,7 +94,6 @@ def layer_forward(
         sum_weight = self.post_feedforward_layernorm.weight
     else:
         stream, mlp_in = _fused(
-            self,
             plan,
             attended,
             self.post_attention_layernorm.weight,
@@ -105,15 +103,12 @@ def layer_forward(
         first, first_weight = self.mlp(mlp_in), self.post_feedforward_layernorm.weight
 
     if per_layer_input is not None and self.per_layer_input_gate is not None:
-        (stream,) = _fused(
-            self, plan, first, first_weight, stream, second, second_weight, sum_weight
-        )
+        (stream,) = _fused(plan, first, first_weight, stream, second, second_weight, sum_weight)
         first = self.per_layer_projection(_ple(self, plan, stream, per_layer_input))
         first_weight = self.post_per_layer_input_norm.weight
         second = second_weight = sum_weight = None
     following = [] if plan.next_norm is None else [plan.next_norm.weight]
     outputs = _fused(
-        self,
         plan,
         first,
         first_weight,
@@ -128,7 +123,6 @@ def layer_forward(
 
 
 def _fused(
-    layer: Any,
     plan: LayerPlan,
     branch: torch.Tensor,
     weight: torch.Tensor,
@@ -211,14 +205,22 @@ def patch() -> None:
 
 _ROUTING = ("gemma4_fused_routing_kernel_triton", "gemma4_routing_function_torch")
 _routed: set[tuple[int, int, torch.dtype]] = set()
+_wrapped = False
 
 
 def route(experts: int, top_k: int, scale_dtype: torch.dtype) -> None:
     """Serve this kind of routing from now on, in place of vLLM's kernel and its CPU stand-in."""
-    if not _routed:
+    global _wrapped
+    if not _wrapped:
+        _wrapped = True
         for name in _ROUTING:
             setattr(gemma4, name, _routing(getattr(gemma4, name)))
     _routed.add((experts, top_k, scale_dtype))
+
+
+def unroute() -> None:
+    """Serve no routing any more."""
+    _routed.clear()
 
 
 def _routing(stock: Any) -> Any:

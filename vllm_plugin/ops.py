@@ -63,7 +63,7 @@ def _rows(like: torch.Tensor, columns: int) -> torch.Tensor:
 
 
 def _tokens(tensor: torch.Tensor) -> int:
-    return max(1, tensor.shape[0])
+    return max(1, int(tensor.shape[0]))
 
 
 def _residual_norm(
@@ -111,9 +111,18 @@ def _residual_norm(
 
 
 def _residual_norm_fake(
-    branch0, branch0_weight, residual, branch1, branch1_weight, sum_weight, scalar, norm_weights,
-    router, root, eps,
-):  # fmt: skip
+    branch0: torch.Tensor,
+    branch0_weight: torch.Tensor,
+    residual: torch.Tensor,
+    branch1: torch.Tensor | None,
+    branch1_weight: torch.Tensor | None,
+    sum_weight: torch.Tensor | None,
+    scalar: torch.Tensor | None,
+    norm_weights: list[torch.Tensor],
+    router: bool,
+    root: float,
+    eps: float,
+) -> list[torch.Tensor]:
     return [_rows(residual, residual.shape[1]) for _ in range(1 + len(norm_weights))]
 
 
@@ -151,8 +160,17 @@ def _qkv_outputs(
 
 
 def _qkv_norm_rope_fake(
-    qkv, positions, cos_sin, q_weight, k_weight, query_heads, kv_heads, kv, rotary_pairs, eps
-):
+    qkv: torch.Tensor,
+    positions: torch.Tensor,
+    cos_sin: torch.Tensor,
+    q_weight: torch.Tensor,
+    k_weight: torch.Tensor | None,
+    query_heads: int,
+    kv_heads: int,
+    kv: str,
+    rotary_pairs: int,
+    eps: float,
+) -> list[torch.Tensor]:
     return _qkv_outputs(qkv, query_heads, kv_heads, kv, q_weight.shape[0])
 
 
@@ -187,7 +205,9 @@ def _moe_routing(
     return weights, ids
 
 
-def _moe_routing_fake(logits, per_expert_scale, top_k):
+def _moe_routing_fake(
+    logits: torch.Tensor, per_expert_scale: torch.Tensor, top_k: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     shape = (logits.shape[0], top_k)
     return (
         torch.empty(shape, dtype=torch.float32, device=logits.device),

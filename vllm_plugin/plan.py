@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -54,18 +55,12 @@ class Planner:
             if type(layer) is gemma4.Gemma4DecoderLayer
         ]
         for layer in own:
-            self._try("gelu_mul", layer.mlp, "mlp", lambda layer=layer: self._mlp(layer.mlp))
-            self._try(
-                "qkv_norm_rope",
-                layer.self_attn,
-                "attention",
-                lambda layer=layer: self._attention(layer.self_attn),
-            )
-            self._try(
-                "residual_norm", layer, "layer", lambda layer=layer: self._layer(layer, model)
-            )
+            self._try("gelu_mul", layer.mlp, "mlp", partial(self._mlp, layer.mlp))
+            attention = layer.self_attn
+            self._try("qkv_norm_rope", attention, "attention", partial(self._attention, attention))
+            self._try("residual_norm", layer, "layer", partial(self._layer, layer, model))
             if getattr(layer, "enable_moe_block", False):
-                self._try("moe_routing", None, "routing", lambda layer=layer: self._routing(layer))
+                self._try("moe_routing", None, "routing", partial(self._routing, layer))
         self._link(model)
 
     def active(self) -> dict[str, Any]:
@@ -83,6 +78,8 @@ class Planner:
 
         vLLM would add what a layer returns as ``residual`` to those.
         """
+        if not self.linked:
+            return
         stock = model._set_aux_hidden_state_layers
 
         def watched(wanted: tuple[int, ...]) -> Any:
