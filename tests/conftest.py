@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -127,3 +128,19 @@ def _prove_rounding() -> None:
     cast[(1,)](source, target, 256)
     if not torch.equal(target.nan_to_num(7.0), source.to(torch.bfloat16).nan_to_num(7.0)):
         raise RuntimeError("float32 to bfloat16 still differs from PyTorch")
+
+
+@pytest.fixture(scope="session")
+def vllm_place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Tiny models and their tables, for runs of vLLM."""
+    from vllm_runs import make_place
+
+    return make_place(tmp_path_factory.mktemp("vllm"))
+
+
+@pytest.fixture(scope="session")
+def vllm_stock(vllm_place: Path) -> dict[str, Any]:
+    """What stock vLLM answers, by kind of model."""
+    from vllm_runs import run_stock
+
+    return dict(run_stock(vllm_place))

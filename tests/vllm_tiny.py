@@ -182,6 +182,9 @@ def answer(model: Path, eager: bool, save: Path | None, extra: dict[str, Any]) -
         torch.save(STATES, save)
     if os.environ.get("VLLM_ALLOW_INSECURE_SERIALIZATION") == "1":
         result |= llm.apply_model(inspect)[0]
+    from vllm import ModelRegistry
+
+    result["front_end"] = ModelRegistry.models["Gemma4ForCausalLM"].module_name
     result["digest"] = llm.llm_engine.vllm_config.additional_config.get("gemma_tune")
     return result
 

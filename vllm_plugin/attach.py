@@ -24,16 +24,17 @@ def attach(model: Any, vllm_config: Any) -> Report:
     """Plan what the tables serve; on any fault every module is left as vLLM made it."""
     report = Report(model, vllm_config)
     try:
-        _attach(model, vllm_config, report)
-    except Unavailable as error:
-        report.refuse(str(error))
-        detach(model)
-        _publish(vllm_config, None)
+        try:
+            _attach(model, vllm_config, report)
+        except Unavailable as error:
+            report.refuse(str(error))
+            detach(model)
+            _publish(vllm_config, None)
+        report.log()
     except Exception:
         detach(model)
         _publish(vllm_config, None)
         raise
-    report.log()
     return report
 
 
