@@ -11,6 +11,9 @@ from __future__ import annotations
 def register() -> None:
     """Entry point of ``vllm.general_plugins``; idempotent, never raises."""
     try:
+        # Sets up the handlers of vLLM's loggers, without which no line of ours shows.
+        import vllm.logger  # noqa: F401
+
         from .hooks import install
 
         install()

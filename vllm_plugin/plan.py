@@ -70,8 +70,20 @@ class Planner:
             for decision, count in self.report.decisions.items()
             if decision.active
         )
-        linked = sum(layer.__dict__[layers.PLAN].next_norm is not None for layer in self.linked)
+        linked = sum(plan.next_norm is not None for plan in self._linked_plans())
         return {"kinds": kinds, "linked": linked, "dtype": self.name}
+
+    def unlink(self) -> bool:
+        """Let every layer make its own input norm; whether that changed any."""
+        linked = [plan for plan in self._linked_plans() if plan.next_norm is not None]
+        for plan in linked:
+            plan.next_norm = None
+        return bool(linked)
+
+    def _linked_plans(self) -> list[layers.LayerPlan]:
+        # A layer may have lost its plan since: see ``attach.detach``.
+        plans = (layer.__dict__.get(layers.PLAN) for layer in self.linked)
+        return [plan for plan in plans if plan is not None]
 
     def watch_auxiliary(self, model: Any, changed: Callable[[], None]) -> None:
         """Unlink layers when someone asks for hidden states between them.
@@ -84,9 +96,7 @@ class Planner:
 
         def watched(wanted: tuple[int, ...]) -> Any:
             result = stock(wanted)
-            if wanted:
-                for layer in self.linked:
-                    layer.__dict__[layers.PLAN].next_norm = None
+            if wanted and self.unlink():
                 changed()
             return result
 
