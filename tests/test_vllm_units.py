@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from vllm_tables import NAME, write_tables
-from vllm_tiny import write_model
+from vllm_tiny import write_config
 
 from kernel_templates import gelu_mul, residual_norm
 from tuned_configs import TableSet
@@ -63,7 +63,7 @@ def test_unknown_switch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def choices(tmp_path: Path) -> Choices:
-    model = write_model(tmp_path / "dense", "dense")
+    model = write_config(tmp_path / "dense", "dense")
     write_tables(tmp_path / "tables", model)
     return Choices(find_device(), TableSet.load(tmp_path / "tables", NAME))
 

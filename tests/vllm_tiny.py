@@ -120,14 +120,20 @@ def weights(values: dict[str, Any]) -> dict[str, torch.Tensor]:
     return found
 
 
+def write_config(folder: Path, kind: str) -> Path:
+    """A folder with a model's ``config.json``, all that the tuner reads."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config(kind)))
+    return folder
+
+
 def write_model(folder: Path, kind: str) -> Path:
     """A checkpoint that vLLM loads."""
     from safetensors.torch import save_file
 
-    folder.mkdir(parents=True, exist_ok=True)
-    values = config(kind)
-    (folder / "config.json").write_text(json.dumps(values))
-    save_file(weights(values), folder / "model.safetensors", metadata={"format": "pt"})
+    write_config(folder, kind)
+    values = weights(config(kind))
+    save_file(values, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
 
