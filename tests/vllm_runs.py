@@ -21,7 +21,8 @@ from vllm_tiny import MARK, write_model
 PROGRAM = Path(__file__).parent / "vllm_tiny.py"
 KINDS = ("dense", "moe")
 ALL = ["gelu_mul", "qkv_norm_rope", "residual_norm"]
-WARNED = re.compile(r"WARNING.*gemma-tune: (.*)")
+#: A front end that has not set up its log yet shows a warning bare.
+WARNED = re.compile(r"^(?:.*WARNING.*)?gemma-tune: (.*)$", re.MULTILINE)
 INSTALLED = re.compile(r"\(([\w-]+) pid=\d+\) DEBUG.*Gemma4ForCausalLM is built by")
 SUMMARY = re.compile(r"INFO.*\] (gemma-tune \S+: Gemma 4 .*)")
 

@@ -11,15 +11,13 @@ from __future__ import annotations
 def register() -> None:
     """Entry point of ``vllm.general_plugins``; idempotent, never raises."""
     try:
-        # Sets up the handlers of vLLM's loggers, without which no line of ours shows.
-        import vllm.logger  # noqa: F401
-
         from .hooks import install
 
         install()
     except Exception as error:
         import logging
 
+        # vLLM 0.32's front end sets its log up after the plugins: then this line shows bare.
         logging.getLogger("vllm.gemma_tune").warning(
             "gemma-tune: inactive, vLLM runs stock: %s: %s", type(error).__name__, error
         )
