@@ -187,7 +187,8 @@ def answer(model: Path, eager: bool, save: Path | None, extra: dict[str, Any]) -
     if save is not None:
         torch.save(STATES, save)
     if os.environ.get("VLLM_ALLOW_INSECURE_SERIALIZATION") == "1":
-        result |= llm.apply_model(inspect)[0]
+        # Under the module's name, by which a worker process can import it.
+        result |= llm.apply_model(importlib.import_module("vllm_tiny").inspect)[0]
     from vllm import ModelRegistry
 
     result["front_end"] = ModelRegistry.models["Gemma4ForCausalLM"].module_name
