@@ -8,12 +8,23 @@ from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 BF16_KEY = pytest.StashKey[str]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--vllm-sources",
+        action="append",
+        default=[],
+        metavar="FOLDER",
+        help="an unpacked vllm package to check what the plugin relies on; may be repeated",
+    )
 
 
 def _gpu_run(config: pytest.Config) -> bool:
@@ -155,3 +166,19 @@ def _prove_dot() -> None:
     product[(1,)](a.bfloat16(), b.bfloat16(), c, 16)
     if not torch.allclose(c, wanted, rtol=1e-5, atol=1e-5):
         raise RuntimeError("a dot product of bfloat16 still differs from PyTorch")
+
+
+@pytest.fixture(scope="session")
+def vllm_place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Tiny models and their tables, for runs of vLLM."""
+    from vllm_runs import make_place
+
+    return make_place(tmp_path_factory.mktemp("vllm"))
+
+
+@pytest.fixture(scope="session")
+def vllm_stock(vllm_place: Path) -> dict[str, Any]:
+    """What stock vLLM answers, by kind of model."""
+    from vllm_runs import run_stock
+
+    return dict(run_stock(vllm_place))
