@@ -46,7 +46,7 @@ def test_the_entry_point_is_light() -> None:
 
 @pytest.mark.parametrize(
     ("value", "on"),
-    [(None, True), ("", True), ("1", True), (" ON ", True), ("0", False), ("no", False)],
+    [(None, False), ("", False), ("1", True), (" ON ", True), ("0", False), ("no", False)],
 )
 def test_switch(monkeypatch: pytest.MonkeyPatch, value: str | None, on: bool) -> None:
     monkeypatch.delenv("GEMMA_TUNE", raising=False)

@@ -94,6 +94,7 @@ def environment(model: Path, tables: Path | None, variables: Mapping[str, str]) 
         "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
         "VLLM_CACHE_ROOT": str(model.parent / "cache"),
         "TRITON_INTERPRET": "1",
+        "GEMMA_TUNE": "1",
         "GEMMA_TUNE_CONFIGS": str(tables or model.parent / "nowhere"),
         **variables,
     }

@@ -16,7 +16,9 @@ def install() -> None:
     place, nothing is changed.
     """
     if not settings.switched_on():
-        settings.log.debug("gemma-tune: switched off by %s=0", settings.SWITCH_VARIABLE)
+        settings.log.debug(
+            "gemma-tune: off; %s=1 in the environment turns it on", settings.SWITCH_VARIABLE
+        )
         return
     from vllm import ModelRegistry
 

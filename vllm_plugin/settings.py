@@ -18,8 +18,11 @@ _OFF = ("0", "off", "false", "no")
 
 
 def switched_on() -> bool:
-    """Whether ``GEMMA_TUNE`` lets the plugin act; ValueError for a word it does not know."""
-    return _flag(SWITCH_VARIABLE, "1")
+    """Whether ``GEMMA_TUNE`` lets the plugin act; ValueError for a word it does not know.
+
+    Off unless asked for: the plugin has not run on a GPU yet.
+    """
+    return _flag(SWITCH_VARIABLE, "0")
 
 
 def predicted_allowed() -> bool:
