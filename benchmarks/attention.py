@@ -27,7 +27,7 @@ from tuned_configs.lookup import TableSet
 from tuned_configs.naming import folder_name
 from tuned_configs.roots import roots as table_roots
 from tuner.cli import FAILED, OUT, counts_of, fail, seconds_of
-from tuner.compile import CompileError, CompilePool
+from tuner.compile import CompileError, CompilePool, CompilerBroken
 from tuner.device import DeviceError, from_data_file
 from tuner.lock import Busy, exclusive
 from tuner.model import ModelConfigError, load_model
@@ -175,7 +175,9 @@ def _compile_ahead(
         OUT.print(f"{len(cases)} rows; compiling {pool.compiled} binaries", highlight=False)
         for future in futures:
             left = max(0.0, min(COMPILE_SECONDS, deadline - time.monotonic()))
-            with contextlib.suppress(CompileError, WorkerError, concurrent.futures.TimeoutError):
+            with contextlib.suppress(
+                CompileError, CompilerBroken, WorkerError, concurrent.futures.TimeoutError
+            ):
                 future.result(left)
     OUT.print(f"compiled in {time.monotonic() - begin:.0f} s", highlight=False)
 

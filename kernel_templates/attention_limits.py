@@ -16,6 +16,10 @@ ACCUMULATOR_REGISTERS = 200
 #: cost less than the smaller tile that spills nothing (the fastest of 15 on an H200 spilled 80).
 MOST_SPILL = 256
 
+#: Generations whose matrix instructions take operands of whole warpgroups from shared memory; the
+#: consumer GPUs of 12.x have a warp's only.
+WARPGROUPS = (9, 10)
+
 #: The first capability whose copy engine reads tiles by descriptors.
 DESCRIPTOR_CAPABILITY = (9, 0)
 
@@ -25,7 +29,7 @@ FP8_CAPABILITY = (8, 9)
 
 def _warpgroup(block_m: int, num_warps: int, device: DeviceInfo) -> bool:
     """Whether Triton multiplies by whole warpgroups, whose operands stay in shared memory."""
-    return device.capability >= (9, 0) and block_m >= 64 and num_warps >= 4
+    return device.capability[0] in WARPGROUPS and block_m >= 64 and num_warps >= 4
 
 
 def shared_memory(

@@ -215,7 +215,7 @@ def described(inputs: AttentionInputs, tile: int, value_dim: int) -> dict[str, o
     head_rows, head_columns = (0, head_step) if in_columns else (head_step // row, 0)
     height = (blocks - 1) * block_rows + (kv_heads - 1) * head_rows + slots
     width = (kv_heads - 1) * head_columns + head_dim
-    if height >= 2**31:
+    if not keys.numel() or max(height, width) >= 2**31:
         return None
     return {
         "key_rows": TensorDescriptor(keys, [height, width], [row, 1], [tile, head_dim]),

@@ -86,10 +86,10 @@ class AttentionInputs(Inputs):
     views of the cache with any strides whose last is 1, in the type of ``q`` or fp8;
     ``block_table``: [sequences, blocks] int32; ``starts``: [sequences + 1] int32, where each
     sequence's queries begin in ``q``; ``lengths``: [sequences] int32, keys of each sequence, its
-    new ones included; ``k_scale, v_scale``: one float32 element for an fp8 cache, else None;
-    ``attended``: [tokens, query heads, head dim].  ``max_new`` bounds the queries of any sequence;
-    ``window`` 0 is full attention, ``softcap`` 0 none.  Of a sliding layer the table need not name
-    blocks that no query sees.
+    new ones included; ``k_scale, v_scale``: one float32 element, above 0, for an fp8 cache or
+    None; ``attended``: [tokens, query heads, head dim].  ``max_new`` bounds the queries of any
+    sequence; ``window`` 0 is full attention, ``softcap`` 0 none.  Of a sliding layer the table
+    need not name blocks that no query sees.
     """
 
     q: torch.Tensor
@@ -135,6 +135,9 @@ def check(inputs: AttentionInputs) -> None:
         raise wrong("head_dim", head_dim, "a power of two, at least 16")
     if kv_heads < 1 or heads % kv_heads:
         raise wrong("query heads", heads, f"a multiple of {kv_heads} KV heads")
+    if not inputs.scale > 0:
+        # Scores are compared before they are scaled; scales of an fp8 cache must be positive, too.
+        raise wrong("scale", inputs.scale, "above 0")
     if inputs.window < 0 or inputs.softcap < 0:
         raise wrong("window, softcap", f"{inputs.window}, {inputs.softcap}", "at least 0")
     shapes = {

@@ -104,6 +104,15 @@ def test_other_memory_is_read_by_pointers() -> None:
         (call,) = prefill.TEMPLATE.calls(moved, config)
         assert call.args["key_rows"] is None
         assert_right(prefill.TEMPLATE, moved, config)
+    # Columns and rows are counted in 32 bits.
+    far = torch.empty_strided(
+        (1, 16, 3, 64), (0, 3 * (2**30 + 64), 2**30 + 64, 1), device="meta", dtype=torch.float16
+    )
+    wide = dataclasses.replace(inputs, q=inputs.q.to("meta"), keys=far, values=far)
+    assert prefill.described(wide, 16, 64) is None
+    assert (
+        prefill.described(dataclasses.replace(wide, keys=far[:0], values=far[:0]), 16, 64) is None
+    )
     small = batch([30, 3], [0, 90], (4, 2), slots=48)
     (call,) = prefill.TEMPLATE.calls(small, dataclasses.replace(config, tile=32))
     assert call.args["key_rows"] is None
@@ -244,6 +253,8 @@ def test_padded_sequences_of_a_graph_are_left_alone() -> None:
         ({"lengths": torch.zeros(2)}, "dtype of lengths is torch.float32"),
         ({"attended": None}, "attended is None"),
         ({"window": -1}, "window, softcap is -1"),
+        ({"scale": 0.0}, "scale is 0.0, wanted above 0"),
+        ({"scale": float("nan")}, "scale is nan, wanted above 0"),
         ({"q": torch.zeros(3, 3, 32)}, "query heads is 3, wanted a multiple of 2 KV heads"),
         ({"q": torch.zeros(3, 8, 24)}, "head_dim is 24, wanted a power of two"),
     ],

@@ -17,11 +17,12 @@ from faulty_template import A100, TEMPLATE, Config, Problem, space
 
 from tuned_configs.schema import Entry
 from tuned_configs.store import read_table, table_path
-from tuner.evaluate import Decision, Limits, Measuring, Predicting
+from tuner.evaluate import Decision, Limits, Measuring, Predicting, Refused
 from tuner.run import Job, Progress, Settings, Summary, Tuner
 from tuner.search import ProblemSearch, open_storage
 from tuner.timing import Timing
 from tuner.trial import Outcome, Status
+from tuner.worker import WorkerDied
 
 #: On the host clock: no stock peer, which inductor would compile for half a minute.
 LIMITS = Limits(trial_seconds=6.0, finalists=2, rounds=3, stock=False)
@@ -183,6 +184,112 @@ def test_a_gain_must_show_in_a_second_process(tmp_path: Path, holds: bool) -> No
     tune(tmp_path, jobs(["fine"], tokens=(8, 4)), again)
     assert again.asked == []
     assert {entry.verdict for entry in entries(tmp_path)} == {"tuned" if holds else "default"}
+
+
+def interrupted(folder: Path, **settings: Any) -> None:
+    """A run that decided its problems and was stopped before it timed the gains again."""
+
+    class Stopped(TwiceTimed):
+        def renew(self) -> None:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        tune(folder, jobs(["fine"], tokens=(8, 4)), Stopped(True), **settings)
+
+
+def test_a_stopped_run_times_its_gains_again_later(tmp_path: Path) -> None:
+    interrupted(tmp_path)
+    assert [entry.verdict for entry in entries(tmp_path)] == ["tuned", "tuned"]
+    evaluator = TwiceTimed(False)
+    summary, _ = tune(tmp_path, jobs(["fine"], tokens=(8, 4)), evaluator)
+    assert (summary.reused_problems, summary.unconfirmed, summary.trials) == (2, 2, 0)
+    assert [entry.verdict for entry in entries(tmp_path)] == ["default", "default"]
+
+
+def test_a_gain_that_cannot_be_timed_again_waits(tmp_path: Path) -> None:
+    class Failing(TwiceTimed):
+        renewed = 0
+
+        def renew(self) -> None:
+            super().renew()
+            self.renewed += 1
+
+        def confirms(self, config: Any, default: Any) -> bool:
+            raise Refused("OutOfMemoryError: 1 MiB are free")
+
+    failing = Failing(True)
+    summary, recorder = tune(tmp_path, jobs(["fine"], tokens=(8, 4)), failing)
+    assert failing.renewed == 3  # once for all, once more for each
+    assert (summary.confirmed, summary.unconfirmed, summary.not_timed_again) == (0, 0, 2)
+    assert any("could not be timed again: OutOfMemoryError" in said for said in recorder.said)
+    assert {entry.verdict for entry in entries(tmp_path)} == {"default"}
+    # It was not the gain's fault, so the next run asks again.
+    summary, _ = tune(tmp_path, jobs(["fine"], tokens=(8, 4)), TwiceTimed(True))
+    assert (summary.confirmed, summary.not_timed_again) == (2, 0)
+    assert {entry.verdict for entry in entries(tmp_path)} == {"tuned"}
+
+
+def test_a_worker_that_dies_confirms_nothing(tmp_path: Path) -> None:
+    class Dying(TwiceTimed):
+        def confirms(self, config: Any, default: Any) -> bool:
+            return Measuring.confirms(self, config, default)
+
+        def _finals(self, configs: Sequence[Any], stock: bool) -> list[list[float]]:
+            raise WorkerDied("killed by SIGKILL")
+
+    summary, recorder = tune(tmp_path, jobs(["fine"]), Dying(True))
+    assert (summary.confirmed, summary.not_timed_again) == (0, 1)
+    assert any("killed by SIGKILL" in said for said in recorder.said)
+
+
+@pytest.mark.parametrize(
+    ("found", "edited"),
+    [
+        ('"num_warps": 2}, "verdict"', '"num_warpz": 2}, "verdict"'),
+        ('"num_warps": 2}, "verdict"', '"num_warps": 2.0}, "verdict"'),
+        ('"problem": {"tokens": 8', '"problem": {"tokens": 4'),
+        ('"default": {"fault": "fine", "num_warps": 4}', '"default": {"fault": "fine"}'),
+        ('"run_name": "2', '"run_name": "x'),
+    ],
+)
+def test_decisions_edited_by_hand_are_made_again(tmp_path: Path, found: str, edited: str) -> None:
+    interrupted(tmp_path)
+    journal = tmp_path / "state" / "trials.journal"
+    lines = journal.read_text().splitlines()
+    places = [number for number, line in enumerate(lines) if '"finals"' in line]
+    first = places[0]
+    compact = json.dumps(json.loads(lines[first]))
+    assert found in compact
+    lines[first] = compact.replace(found, edited)
+    journal.write_text("\n".join(lines) + "\n")
+    summary, _ = tune(tmp_path, jobs(["fine"], tokens=(8, 4)), TwiceTimed(True))
+    again = 0 if "run_name" in found else 1
+    assert summary.reused_problems == 2 - again
+    assert len(summary.decided) == 2
+    assert summary.confirmed == 2
+    assert {entry.problem["tokens"] for entry in entries(tmp_path)} == {4, 8}
+
+
+def test_another_tuner_s_decision_is_left_alone(tmp_path: Path) -> None:
+    """Two tuners, one storage: the other finds that the gain is none while this one confirms it."""
+
+    def other() -> None:
+        evaluator = TwiceTimed(False)
+        storage = open_storage(None, tmp_path / "state")
+        options = Settings(tmp_path / "other", jobs=1)
+        Tuner(A100, evaluator, storage, options, Recorder()).run(jobs(["fine"]))
+        evaluator.close()
+
+    class First(TwiceTimed):
+        def confirms(self, config: Any, default: Any) -> bool:
+            other()
+            return super().confirms(config, default)
+
+    tune(tmp_path, jobs(["fine"]), First(True))
+    summary, _ = tune(tmp_path, jobs(["fine"]), TwiceTimed(True))
+    assert (summary.reused_problems, summary.confirmed) == (1, 0)
+    (entry,) = entries(tmp_path)
+    assert entry.verdict == "default"
 
 
 def test_gains_not_timed_again_wait_for_the_next_run(tmp_path: Path) -> None:

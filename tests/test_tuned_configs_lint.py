@@ -62,6 +62,7 @@ def test_counts_that_a_kernel_is_never_asked_for(tmp_path: Path) -> None:
     linted(tmp_path, *entries)
     assert len(lint(tmp_path)) == 2
     assert lint(tmp_path, served=lambda template: (64, 256)) == []
+    assert lint(tmp_path, 16, served=lambda template: (64, 4096)) == []
     finding = only(lint(tmp_path, served=lambda template: (8, 256)))
     assert "the smallest tuned count is 64, more than 4 times the least, 8" in finding.message
 

@@ -112,7 +112,9 @@ def _lint_table(path: Path, max_tokens: int, validate: Validate | None, served: 
             found.append(("error", fault_at(at, (*where, "config"), wrong)))
     for index, counts in _counts_by_kind(table):
         rest = {k: v for k, v in table.entries[index].problem.items() if k != BUCKET}
-        for message in _coverage(counts, max_tokens if most is None else most, least):
+        for message in _coverage(
+            counts, max_tokens if most is None else min(most, max_tokens), least
+        ):
             fault = fault_at(at, ("entries", index, "problem", BUCKET), f"{message}, for {rest}")
             found.append(("warning", fault))
     return found

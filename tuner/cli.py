@@ -311,8 +311,8 @@ def _summarise(summary: Summary, settings: Settings) -> None:
         )
     if summary.not_timed_again:
         OUT.print(
-            f"the budget ended before {summary.not_timed_again} gains were timed in a second "
-            "process: run the same command to go on",
+            f"{summary.not_timed_again} gains were not timed in a second process: run the same "
+            "command to go on",
             style="yellow",
             soft_wrap=True,
         )

@@ -80,7 +80,10 @@ class Evaluator(Protocol):
         """Go on in another process, for a second opinion."""
 
     def confirms(self, config: Any, default: Any) -> bool:
-        """Whether the open problem's config beats the default here too, beyond the noise."""
+        """Whether the open problem's config beats the default here too, beyond the noise.
+
+        :class:`Refused` when that cannot be told.
+        """
 
     def close(self) -> None:
         """Release the GPU."""
@@ -231,9 +234,12 @@ class Measuring:
     def confirms(self, config: Any, default: Any) -> bool:
         try:
             mine, base = self._finals([config, default], stock=False)
-        except WorkerError:
-            return False  # it fails here: whatever it gained there
-        return compare_paired(mine, base).faster
+        except WorkerError as error:
+            raise Refused(str(error)) from error
+        faster = compare_paired(mine, base).faster
+        if not faster and (others := self.company()):
+            raise Refused(f"other processes compute on this GPU: {', '.join(others)}")
+        return faster
 
     def company(self) -> list[str]:
         """Other processes that compute on the GPU; asked anew after :data:`COMPANY_SECONDS`."""

@@ -41,6 +41,7 @@ from typing import Any
 
 import torch
 
+from kernel_templates.attention_limits import WARPGROUPS
 from kernel_templates.base import DeviceInfo, KernelTemplate, TileWork
 from kernel_templates.common import assumed_sms
 
@@ -66,8 +67,6 @@ L2_BANDWIDTH = 35e9
 STEP, PROLOGUE, SECOND = 7e-7, 2e-6, 2.6e-6
 #: ... and each byte per thread that a step spills.
 SPILL = 1e-9
-#: The first capability whose full rate takes the instructions of a warpgroup.
-WARPGROUPS = (9, 0)
 #: Predicted gain below which the default is kept: the model is no better than this.
 LEAST_GAIN = 0.2
 
@@ -124,8 +123,9 @@ def _tiled_us(work: TileWork, nbytes: int, usage: Resources, device: DeviceInfo)
     resident = blocks_per_sm(usage, device)
     if resident == 0:
         return math.inf
-    grouped = device.capability >= WARPGROUPS and work.rows >= 64 and usage.num_warps >= 4
-    share = WARP_RATE if device.capability >= WARPGROUPS and not grouped else GROUP_RATE
+    groups = device.capability[0] in WARPGROUPS
+    grouped = groups and work.rows >= 64 and usage.num_warps >= 4
+    share = WARP_RATE if groups and not grouped else GROUP_RATE
     arithmetic = work.step_flops / (device.bf16_flops / device.sms * share)
     load = work.step_bytes / L2_BANDWIDTH
     overlapped = max(load, arithmetic) + STEP

@@ -173,6 +173,18 @@ def weight(job: Job) -> float:
     return 4.0 + math.log2(max(1, job.problem.tokens))
 
 
+@dataclass(frozen=True)
+class Gain:
+    """A decision that a config beats the default, to be timed again in another process."""
+
+    job: Job
+    search: ProblemSearch
+    default: Any
+    run_name: str
+    run: Run
+    entry: Entry
+
+
 class Tuner:
     """Runs jobs one after the other; see the module's docstring."""
 
@@ -193,7 +205,7 @@ class Tuner:
         self._judges = concurrent.futures.ThreadPoolExecutor(1)
         self._neighbours: dict[Any, list[Any]] = {}
         self._candidates: dict[Any, list[Any]] = {}
-        self._gains: list[tuple[Job, ProblemSearch, Any]] = []
+        self._gains: list[Gain] = []
         started = datetime.now(timezone.utc)
         self.run_name = f"{started:%Y-%m-%dT%H:%M:%SZ}-{evaluator.mode}"
 
@@ -256,11 +268,11 @@ class Tuner:
             seed=self.settings.seed,
         )
         self.summary.reused_trials += search.reused
-        if (entry := self._stored(search)) is not None:
+        if (entry := self._stored(search, default)) is not None:
             self.summary.reused_problems += 1
             self._emit(job, entry[0], entry[1], entry[2], (), reused=True)
             self._remember(kind, job, search)
-            self._note_gain(job, search, default, entry[2])
+            self._note_gain(Gain(job, search, default, *entry))
             return
         state = Progress(job, number + 1, total, search, default, deadline)
         self.reporter.progress(state, None)
@@ -290,58 +302,69 @@ class Tuner:
                 "run_name": self.run_name,
                 "run": run.model_dump(),
                 "entry": new.model_dump(),
+                "default": record_to_dict(default),
             }
         )
         self._emit(job, self.run_name, run, new, decision.notes, reused=False)
-        self._note_gain(job, search, default, new)
+        self._note_gain(Gain(job, search, default, self.run_name, run, new))
 
-    def _note_gain(self, job: Job, search: ProblemSearch, default: Any, entry: Entry) -> None:
-        found = search.finals or {}
+    def _note_gain(self, gain: Gain) -> None:
+        found = gain.search.finals or {}
+        entry = gain.entry
         if entry.verdict == "tuned" and entry.default_us is not None and not found.get("confirmed"):
-            self._gains.append((job, search, default))
+            self._gains.append(gain)
 
     def _time_again(self, end: float | None) -> None:
         """Time every measured gain in another process; what does not show there was noise."""
         if not self._gains:
             return
         self.reporter.say(f"timing {len(self._gains)} gains again, in another process")
+        self.summary.not_timed_again = len(self._gains)
         self.evaluator.renew()
-        for number, (job, search, default) in enumerate(self._gains):
+        for gain in self._gains:
             if end is not None and self.clock() >= end:
-                self.summary.not_timed_again = len(self._gains) - number
                 return
-            stored = _parsed(search.finals)
-            if stored is None:
-                continue
-            run_name, run, entry = stored
-            config = record_from_dict(job.template.config, entry.config)
+            holds, reason = self._shows_again(gain)
+            if holds is not None:
+                self.summary.not_timed_again -= 1
+                self.summary.confirmed += holds
+                self.summary.unconfirmed += not holds
+            entry = gain.entry if holds else self._demoted(gain)
+            found = gain.search.finals or {}
+            # Unless another tuner has decided the problem since: what is stored is about that then.
+            mine = _parsed(found) == (gain.run_name, gain.run, gain.entry)
+            if holds is not None and mine and not found.get("confirmed"):
+                gain.search.store_finals({**found, "confirmed": True, "entry": entry.model_dump()})
+            if not holds:
+                self._write(gain.job, gain.run_name, gain.run, entry)
+                self.reporter.say(f"{gain.job.title}: default kept, {reason}")
+
+    def _shows_again(self, gain: Gain) -> tuple[bool | None, str]:
+        """Whether the gain shows in a second process, None if that cannot be told; and why not."""
+        config = record_from_dict(gain.job.template.config, gain.entry.config)
+        reason = ""
+        for attempt in range(2):
+            if attempt:
+                self.evaluator.renew()  # the fault may be the process's
             try:
-                self.evaluator.open(job.template, job.problem)
+                self.evaluator.open(gain.job.template, gain.job.problem)
+                if self.evaluator.confirms(config, gain.default):
+                    return True, ""
+                return False, "the gain did not show in a second process"
             except Refused as refusal:
-                self.reporter.say(f"{job.template.name}, {job.kind}: not timed again: {refusal}")
-                continue
-            holds = self.evaluator.confirms(config, default)
-            self.summary.confirmed += holds
-            self.summary.unconfirmed += not holds
-            if not holds:
-                entry = self._demoted(entry, default, search.outcomes.get(default))
-            record = {**(search.finals or {}), "confirmed": True, "entry": entry.model_dump()}
-            search.store_finals(record)
-            if not holds:
-                self._write(job, run_name, run, entry)
-                self.reporter.say(
-                    f"{job.title}: default kept, the gain did not show in a second process"
-                )
+                reason = f"the gain could not be timed again: {refusal}"
+        return None, reason
 
     @staticmethod
-    def _demoted(entry: Entry, default: Any, outcome: Outcome | None) -> Entry:
+    def _demoted(gain: Gain) -> Entry:
         """The entry with the default in place of a config whose gain did not show again."""
+        outcome = gain.search.outcomes.get(gain.default)
         error = _max_error(outcome.error_ratio, outcome.max_error) if outcome else None
-        return entry.model_copy(
+        return gain.entry.model_copy(
             update={
-                "config": record_to_dict(default),
+                "config": record_to_dict(gain.default),
                 "verdict": "default",
-                "time_us": entry.default_us,
+                "time_us": gain.entry.default_us,
                 "max_error": error,
             }
         )
@@ -418,7 +441,7 @@ class Tuner:
     def _remember(self, kind: Any, job: Job, search: ProblemSearch) -> None:
         self._neighbours[kind] = [outcome.config for outcome in search.best(3)]
 
-    def _stored(self, search: ProblemSearch) -> tuple[str, Run, Entry] | None:
+    def _stored(self, search: ProblemSearch, default: Any) -> tuple[str, Run, Entry] | None:
         """The decision of an earlier run that searched no less than this one would."""
         found = search.finals
         if not found or not found.get("complete"):
@@ -428,7 +451,17 @@ class Tuner:
             return None  # edited by hand
         if trials < self.settings.trials and not search.exhausted:
             return None
-        return _parsed(found)
+        if found.get("default", known := record_to_dict(default)) != known:
+            return None  # its default is another one by now
+        stored = _parsed(found)
+        if stored is None or stored[2].problem != record_to_dict(search.problem):
+            return None
+        try:
+            record_from_dict(search.space.kernel.config, stored[2].config)
+            make_table(search.space.template, stored[0], stored[1], [stored[2]])
+        except ValueError:  # pydantic's is one
+            return None
+        return stored
 
     def _undecided(self, job: Job, reason: str) -> None:
         self.summary.undecided.append((job, reason))
@@ -524,8 +557,9 @@ def _parsed(found: Mapping[str, Any] | None) -> tuple[str, Run, Entry] | None:
     if not found or not isinstance(run_name := found.get("run_name"), str):
         return None
     try:
-        return run_name, Run.model_validate(found["run"]), Entry.model_validate(found["entry"])
-    except (KeyError, ValidationError):
+        entry = {**found["entry"], "run": run_name}
+        return run_name, Run.model_validate(found["run"]), Entry.model_validate(entry)
+    except (KeyError, TypeError, ValidationError):
         return None
 
 
