@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+from faulty_template import Config
 from typer import BadParameter
 from typer.testing import CliRunner
 
@@ -229,7 +230,7 @@ def test_finals_of_wrong_types(finals: Any, tmp_path: Path) -> None:
     search.exhaustive = False
     tuner = object.__new__(Tuner)
     tuner.settings = Settings(tmp_path, trials=9)
-    assert tuner._stored(search) is None
+    assert tuner._stored(search, Config("fine", 4)) is None
 
 
 @pytest.mark.parametrize(
