@@ -62,6 +62,18 @@ class DeviceInfo:
         """The capability as Triton names it: 80 for (8, 0)."""
         return self.capability[0] * 10 + self.capability[1]
 
+    @property
+    def has_warpgroups(self) -> bool:
+        """Whether the full rate of matrix products takes the instructions of whole warpgroups.
+
+        The consumer GPUs of 12.x have a warp's only.
+        """
+        return self.capability[0] in (9, 10)
+
+    def multiplies_by_warpgroups(self, rows: int, num_warps: int) -> bool:
+        """Whether Triton multiplies a tile of so many rows by them, operands in shared memory."""
+        return self.has_warpgroups and rows >= 64 and num_warps >= 4
+
 
 @dataclass(frozen=True)
 class LayerShape:

@@ -41,7 +41,6 @@ from typing import Any
 
 import torch
 
-from kernel_templates.attention_limits import WARPGROUPS
 from kernel_templates.base import DeviceInfo, KernelTemplate, TileWork
 from kernel_templates.common import assumed_sms
 
@@ -123,9 +122,8 @@ def _tiled_us(work: TileWork, nbytes: int, usage: Resources, device: DeviceInfo)
     resident = blocks_per_sm(usage, device)
     if resident == 0:
         return math.inf
-    groups = device.capability[0] in WARPGROUPS
-    grouped = groups and work.rows >= 64 and usage.num_warps >= 4
-    share = WARP_RATE if groups and not grouped else GROUP_RATE
+    grouped = device.multiplies_by_warpgroups(work.rows, usage.num_warps)
+    share = WARP_RATE if device.has_warpgroups and not grouped else GROUP_RATE
     arithmetic = work.step_flops / (device.bf16_flops / device.sms * share)
     load = work.step_bytes / L2_BANDWIDTH
     overlapped = max(load, arithmetic) + STEP
