@@ -39,7 +39,18 @@ from .attention_measure import Peers, RowMeasurer
 from .attention_rows import PEERS, PHASES, Case, Report, plan
 from .hot_paths import COMPILE_SECONDS
 from .measure import ContextLostError, Picks, pick
-from .session import attached, environment, interpreter_fits, lines_of, stamps
+from .session import (
+    RESULTS,
+    Configs,
+    Jobs,
+    Out,
+    Tp,
+    attached,
+    environment,
+    interpreter_fits,
+    lines_of,
+    stamps,
+)
 
 MODELS = ("e2b", "e4b", "26b-a4b", "31b")
 
@@ -55,16 +66,13 @@ def main(
         typer.Option(help="Preset or path of a config.json; may be repeated.  "
                      f"[default: {', '.join(MODELS)}]"),
     ] = None,
-    tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel ranks.")] = 1,
+    tp: Tp = 1,
     blocks: Annotated[
         str, typer.Option(help="Slots of a block where pages are largest (vLLM's --block-size).")
     ] = ",".join(map(str, BLOCK_SIZES)),
     peers: Annotated[str, typer.Option(help="Peers to measure beside ours.")] = ",".join(PEERS),
-    configs: Annotated[
-        Path | None,
-        typer.Option(help="Folder of the tuned tables.  [default: shipped and user's]"),
-    ] = None,
-    out: Annotated[Path, typer.Option(help="Folder of the results.")] = Path("benchmarks/results"),
+    configs: Configs = None,
+    out: Out = RESULTS,
     rounds: Annotated[
         int,
         typer.Option(min=3, help="Samples per contestant; at most 11 where a launch takes 200 us "
@@ -73,9 +81,7 @@ def main(
     budget: Annotated[
         str, typer.Option(help="Time after which no further row is begun: 180s, 10m.")
     ] = "180s",
-    jobs: Annotated[
-        int | None, typer.Option(min=1, help="Compile workers.  [default: cores, at most 16]")
-    ] = None,
+    jobs: Jobs = None,
     dry_run: Annotated[
         bool,
         typer.Option(help="Go through everything on the CPU with tiny float32 batches, without a "

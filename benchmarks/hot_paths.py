@@ -37,7 +37,20 @@ from . import render
 from .fixed import ORIGIN
 from .measure import ContextLostError, Measurer, Picks, pick
 from .result import Report
-from .session import attached, environment, interpreter_fits, lines_of, names_of, stamps
+from .session import (
+    RESULTS,
+    Configs,
+    Jobs,
+    Only,
+    Out,
+    Tp,
+    attached,
+    environment,
+    interpreter_fits,
+    lines_of,
+    names_of,
+    stamps,
+)
 
 COPY_BYTES = 1 << 30
 #: Longest wait for one binary that is compiled ahead.
@@ -54,17 +67,11 @@ def main(
         typer.Option(help="Preset or path of a config.json; may be repeated.  "
                      "[default: e2b and 26b-a4b]"),
     ] = None,
-    tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel ranks.")] = 1,
+    tp: Tp = 1,
     tokens: Annotated[str, typer.Option(help="Token counts.")] = "1,8,32,256,2048,8192",
-    only: Annotated[
-        str | None,
-        typer.Option("--templates", help="Only these kernels, separated by commas."),
-    ] = None,
-    configs: Annotated[
-        Path | None,
-        typer.Option(help="Folder of the tuned tables.  [default: shipped and user's]"),
-    ] = None,
-    out: Annotated[Path, typer.Option(help="Folder of the results.")] = Path("benchmarks/results"),
+    only: Only = None,
+    configs: Configs = None,
+    out: Out = RESULTS,
     rounds: Annotated[int, typer.Option(min=3, help="Samples per contestant.")] = 31,
     budget: Annotated[
         str, typer.Option(help="Time after which no further problem is begun: 180s, 10m.")
@@ -79,9 +86,7 @@ def main(
     plot: Annotated[
         Path | None, typer.Option(help="Also draw an SVG or PNG (needs matplotlib).")
     ] = None,
-    jobs: Annotated[
-        int | None, typer.Option(min=1, help="Compile workers.  [default: cores, at most 16]")
-    ] = None,
+    jobs: Jobs = None,
     dry_run: Annotated[
         bool,
         typer.Option(help="Go through everything on the CPU, without a GPU; needs "

@@ -12,7 +12,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any
 
 import torch
@@ -32,7 +31,14 @@ from tuner.model import ModelConfigError, load_model
 from tuner.predict import blocks_per_sm
 from tuner.run import Job, plan
 
-from .session import names_of
+from .session import (
+    RESULTS,
+    Configs,
+    Only,
+    Out,
+    Tp,
+    names_of,
+)
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -56,17 +62,11 @@ def main(
         typer.Option(help="Preset or path of a config.json; may be repeated.  "
                      "[default: e2b and 26b-a4b]"),
     ] = None,
-    tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel ranks.")] = 1,
-    only: Annotated[
-        str | None,
-        typer.Option("--templates", help="Only these kernels, separated by commas."),
-    ] = None,
+    tp: Tp = 1,
+    only: Only = None,
     tokens: Annotated[str, typer.Option(help="Token counts.")] = "8192",
-    configs: Annotated[
-        Path | None,
-        typer.Option(help="Folder of the tables.  [default: shipped and user's]"),
-    ] = None,
-    out: Annotated[Path, typer.Option(help="Folder of the results.")] = Path("benchmarks/results"),
+    configs: Configs = None,
+    out: Out = RESULTS,
     jobs: Annotated[int | None, typer.Option(min=1, help="Compile workers.")] = None,
 ) -> None:  # fmt: skip
     """Cross-compile the default and the tabled config of every problem, and say what they take."""

@@ -6,16 +6,32 @@ import json
 import platform
 from collections.abc import Iterator
 from datetime import datetime, timezone
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
 
 import torch
 import triton
+import typer
 
 import tuner
 from kernel_templates.base import DeviceInfo, templates
 from tuned_configs.lookup import TableSet
 from tuner.cli import NO_GPU, fail
 from tuner.device import DeviceError, attached_gpus, matches, same_model
+
+#: Options of the command lines.
+Tp = Annotated[int, typer.Option(min=1, help="Tensor-parallel ranks.")]
+Only = Annotated[
+    str | None, typer.Option("--templates", help="Only these kernels, separated by commas.")
+]
+Configs = Annotated[
+    Path | None, typer.Option(help="Folder of the tuned tables.  [default: shipped and user's]")
+]
+Out = Annotated[Path, typer.Option(help="Folder of the results.")]
+Jobs = Annotated[
+    int | None, typer.Option(min=1, help="Compile workers.  [default: cores, at most 16]")
+]
+RESULTS = Path("benchmarks/results")
 
 
 def interpreter_fits(dry_run: bool) -> None:
