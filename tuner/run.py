@@ -214,7 +214,9 @@ class Tuner:
         start = self.clock()
         seconds = self.settings.seconds
         end = None if seconds is None else start + seconds
-        deadline = None if seconds is None else start + (1.0 - CONFIRM_SHARE) * seconds
+        # A prediction is never made again: all of the time is the search's.
+        kept = CONFIRM_SHARE if self.evaluator.mode == "measured" else 0.0
+        deadline = None if seconds is None else start + (1.0 - kept) * seconds
         versions = self.evaluator.versions()
         self.reporter.begin(len(jobs), deadline)
         with CompilePool(self.device.target, self.settings.jobs) as pool:
