@@ -23,7 +23,7 @@ LEAST_KEYS = 32
 #: Registers of a thread that the accumulator of a program may fill before V's columns are shared.
 SHARED_REGISTERS = 128
 
-#: The fastest of several GPUs and layers; which of them depends on the head and the blocks.
+#: Fast for some layer of E2B or 26B on an H200; which of them depends on the head and the blocks.
 LIKELY = (
     Config(128, 64, 1, True, True, 8, 2),
     Config(128, 64, 1, False, False, 8, 2),

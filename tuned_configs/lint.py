@@ -22,7 +22,7 @@ Severity = Literal["error", "warning", "note"]
 Validate = Callable[[str, dict[str, Any], dict[str, Any], Device], str | None]
 
 #: A template's name to the least and the most tokens that it is asked for; None: no limit.
-Served = Callable[[str], "tuple[int, int | None]"]
+Served = Callable[[str], tuple[int, int | None]]
 
 
 @dataclass(frozen=True)
