@@ -19,6 +19,13 @@ from .base import Choices, SearchSpace, shared_limit, thread_limits
 #: The stock tile: never too large, however few the keys.
 LEAST_KEYS = 32
 
+#: Tried first: what number of splits fills the GPU depends on the sequences and the window, which
+#: a search of few trials would not find out.
+LIKELY = (
+    *(Config(32, splits, 4, 3) for splits in (64, 32, 8, 4, 2, 1)),
+    *(Config(64, splits, 4, 2) for splits in (64, 16, 4, 1)),
+)
+
 
 def choices(problem: Problem, device: DeviceInfo) -> Choices:
     return {
@@ -51,4 +58,6 @@ def infeasible(problem: Problem, config: Config, device: DeviceInfo) -> str | No
     return shared_limit(needed, device, arithmetic)
 
 
-SPACE = SearchSpace(template="attention_decode", choices=choices, infeasible=infeasible)
+SPACE = SearchSpace(
+    template="attention_decode", choices=choices, infeasible=infeasible, likely=LIKELY
+)
