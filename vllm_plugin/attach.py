@@ -14,7 +14,7 @@ import torch
 
 from . import contract, settings
 from .report import Report
-from .tables import Choices, Unavailable
+from .tables import Choices, Decision, Unavailable
 
 #: Key of ``VllmConfig.additional_config``, part of the key of vLLM's compile cache.
 DIGEST = "gemma_tune"
@@ -52,6 +52,8 @@ def _attach(model: Any, vllm_config: Any, report: Report) -> None:
     ops.use(choices)
     planner = plan.Planner(choices, report, vllm_config, unknown)
     planner.plan(model.model)
+    if getattr(vllm_config.cache_config, "kv_sharing_fast_prefill", False):
+        _second_half(model.model, vllm_config, report, unknown.get("second half"))
     layers.patch()
     if not report.any_active():
         return
@@ -63,8 +65,27 @@ def _attach(model: Any, vllm_config: Any, report: Report) -> None:
     publish()
 
 
+def _second_half(model: Any, vllm_config: Any, report: Report, reason: str | None) -> None:
+    from . import second_half
+
+    reason = reason or second_half.reason_against(model, vllm_config)
+    if reason is None:
+        second_half.serve(model)
+    report.add(
+        Decision(
+            "fast prefill",
+            "second half",
+            reason is None,
+            reason or "replayed from vLLM's CUDA graphs",
+        )
+    )
+
+
 def detach(model: Any) -> None:
     """Take every plan away again."""
+    second_half = sys.modules.get("vllm_plugin.second_half")
+    if second_half is not None:
+        second_half.leave(model.model)
     for module in model.modules():
         module.__dict__.pop("_gemma_tune", None)
     layers = sys.modules.get("vllm_plugin.layers")

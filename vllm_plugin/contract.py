@@ -26,6 +26,7 @@ RELIES_ON: Mapping[str, tuple[str, ...]] = {
     "mlp": ("Gemma4MLP.forward",),
     "routing": ("gemma4_routing_function_torch", "gemma4_fused_routing_kernel_triton"),
     "next norm": ("_run_decoder_layers", "Gemma4Model.forward"),
+    "second half": ("Gemma4Model.fast_prefill_forward", "Gemma4CrossDecoderLayers.forward"),
 }
 
 #: Fingerprints of the functions as we have read them, with the first release that has each.
@@ -39,7 +40,9 @@ KNOWN: Mapping[str, Mapping[str, str]] = {
         "39869a31389f": "0.26",
         "5397f778ec44": "0.30",  # KV-shared layers project Q only
     },
+    "Gemma4CrossDecoderLayers.forward": {"10b32c2796a5": "0.26"},
     "Gemma4MLP.forward": {"39dc6cbfc2a9": "0.26"},
+    "Gemma4Model.fast_prefill_forward": {"c76cf39ce9ce": "0.26"},
     "Gemma4Model.forward": {"731c66a10633": "0.26"},
     "Gemma4Router.forward": {"65008fce1e47": "0.26"},
     "_run_decoder_layers": {"9e1c2be3c6b9": "0.26"},
@@ -112,6 +115,16 @@ ATTRIBUTES: tuple[tuple[str, str, str], ...] = (
         "config/vllm.py",
         "VllmConfig",
         "additional_config lora_config quant_config cache_config model_config",
+    ),
+    (
+        "forward_context.py",
+        "ForwardContext",
+        "attn_metadata batch_descriptor cudagraph_runtime_mode skip_compiled ubatch_slices",
+    ),
+    (
+        "forward_context.py",
+        "BatchDescriptor",
+        "num_tokens num_reqs uniform",
     ),
     (
         "model_executor/models/registry.py",
