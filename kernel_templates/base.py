@@ -228,12 +228,16 @@ class KernelCall:
     num_warps: int
     num_stages: int = 1
 
-    def run(self) -> None:
-        """Launch on the current stream; an empty grid launches nothing."""
-        if all(self.grid):
-            self.kernel[self.grid](
-                **self.args, num_warps=self.num_warps, num_stages=self.num_stages
-            )
+    def run(self) -> Any:
+        """Launch on the current stream; an empty grid launches nothing.
+
+        Returns Triton's compiled kernel, None where nothing was launched or it was interpreted.
+        """
+        if not all(self.grid):
+            return None
+        return self.kernel[self.grid](
+            **self.args, num_warps=self.num_warps, num_stages=self.num_stages
+        )
 
     def warmup(self) -> Any:
         """Compile without launching; returns Triton's compiled kernel."""

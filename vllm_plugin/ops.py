@@ -14,6 +14,7 @@ import torch
 
 from kernel_templates import gelu_mul, moe_routing, qkv_norm_rope, residual_norm
 from kernel_templates.base import DTYPES
+from kernel_templates.launcher import Launcher
 
 from . import settings
 from .tables import Choices
@@ -21,6 +22,7 @@ from .tables import Choices
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _broken: set[str] = set()
 _choices: Choices | None = None
+_launcher = Launcher()
 
 
 def use(choices: Choices) -> None:
@@ -43,7 +45,7 @@ def run(kernel: Any, problem: Any, inputs: Any) -> None:
         try:
             if _choices is None:
                 raise RuntimeError("no tables are loaded")
-            kernel.launch(inputs, _choices.config(kernel, problem))
+            _launcher.launch(kernel, inputs, _choices.config(kernel, problem))
             return
         except Exception as error:
             _broken.add(topic)
