@@ -118,7 +118,9 @@ def test_fates(
     # Slower ones are written with their true times: the plugin's average must know of them.
     assert entry.config == record_to_dict(config)
     assert entry.verdict == ("tuned" if config == OTHER else "default")
-    assert entry.time_us and entry.stock_us and entry.predicted_us is None
+    assert entry.time_us is not None
+    assert entry.stock_us is not None
+    assert entry.predicted_us is None
     assert entry.time_us.median == pytest.approx(times[config == FINE], rel=0.01)
     assert entry.stock_us.median == pytest.approx(stock, rel=0.01)
     table = read_table(table_path(tmp_path / "out", A100.name, "double"))
@@ -136,9 +138,7 @@ def test_wrong_prediction_leaves_the_default(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("status", "fate"), [(Status.WRONG, Fate.WRONG), (Status.CRASHED, Fate.CRASHED)]
 )
-def test_nothing_fit_is_rejected_and_remembered(
-    tmp_path: Path, status: Status, fate: Fate
-) -> None:
+def test_nothing_fit_is_rejected_and_remembered(tmp_path: Path, status: Status, fate: Fate) -> None:
     predict(tmp_path / "in", {4: OTHER})
     done = confirm(tmp_path, Scripted({}, bad={OTHER: status, FINE: status}))
     assert [(result.fate, result.reason) for result in done.results] == [(fate, "a reason")]

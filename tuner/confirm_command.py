@@ -31,7 +31,8 @@ ROUNDS = 15
 def confirm(
     gpu: Annotated[
         str | None,
-        typer.Option(help="The attached GPU, by any part of its name.", show_default="the only one"),
+        typer.Option(help="The attached GPU, by any part of its name.",
+                     show_default="the only one"),
     ] = None,
     model: Annotated[
         list[str] | None,

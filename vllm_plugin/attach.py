@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from . import contract, settings
+from . import contract, ranks, settings
 from .report import Report
 from .tables import Choices, Unavailable
 
@@ -23,13 +23,27 @@ DIGEST = "gemma_tune"
 def attach(model: Any, vllm_config: Any) -> Report:
     """Plan what the tables serve; on any fault every module is left as vLLM made it."""
     report = Report(model, vllm_config)
+    digest: str | None = None
     try:
         try:
-            _attach(model, vllm_config, report)
+            digest = _attach(model, vllm_config, report)
         except Unavailable as error:
+            digest = "refused"
             report.refuse(str(error))
             detach(model)
             _publish(vllm_config, None)
+    except Exception:
+        detach(model)
+        _publish(vllm_config, None)
+        # The others wait for this rank, and must not go on without it.
+        ranks.disagreement(None, vllm_config)
+        raise
+    if reason := ranks.disagreement(digest, vllm_config):
+        detach(model)
+        _publish(vllm_config, None)
+        report.refuse(reason)
+        settings.log.warning("gemma-tune: inactive on this rank, vLLM runs stock: %s", reason)
+    try:
         report.log()
     except Exception:
         detach(model)
@@ -38,29 +52,36 @@ def attach(model: Any, vllm_config: Any) -> Report:
     return report
 
 
-def _attach(model: Any, vllm_config: Any, report: Report) -> None:
+def _attach(model: Any, vllm_config: Any, report: Report) -> str:
+    """Plan, compile and publish; returns the digest of what is active."""
     refuse_config(vllm_config)
     choices = Choices.load()
+    choices.model = str(vllm_config.model_config.model)
     report.device = choices.device.name
     for fault in choices.faults:
         settings.log.warning("gemma-tune: %s", fault)
     from vllm.model_executor.models import gemma4
 
-    from . import layers, ops, plan
+    from . import layers, moe_folder, ops, plan, warmup
 
     unknown = contract.unknown(Path(inspect.getfile(gemma4)).read_text(encoding="utf-8"))
     ops.use(choices)
     planner = plan.Planner(choices, report, vllm_config, unknown)
     planner.plan(model.model)
+    report.note(moe_folder.use(choices.device.name, vllm_config))
     layers.patch()
     if not report.any_active():
-        return
+        return "inactive"
 
     def publish() -> None:
         _publish(vllm_config, choices.digest(planner.active()))
 
     planner.watch_auxiliary(model.model, publish)
     publish()
+    done = warmup.run(model.model, choices, vllm_config)
+    if done.kernels:
+        report.note(f"{done.kernels} launches compiled ahead in {done.seconds:.1f} s")
+    return choices.digest(planner.active())
 
 
 def detach(model: Any) -> None:
