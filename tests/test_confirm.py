@@ -60,8 +60,11 @@ class Scripted:
     mode = "measured"
 
     def __init__(
-        self, times: dict[Any, float], stock: float | Exception = 3.0, bad: dict[Any, Status] | None = None
-    ) -> None:  # fmt: skip
+        self,
+        times: dict[Any, float],
+        stock: float | Exception = 3.0,
+        bad: dict[Any, Status] | None = None,
+    ) -> None:
         self.times, self.stock, self.bad = times, stock, bad or {}
         self.opened: list[int] = []
 

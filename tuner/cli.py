@@ -1,7 +1,7 @@
 """The command line: ``gemma-tune --gpu a100`` tunes; ``list``, ``show``, ``lint`` and ``explain``
 read what was found.
 
-Exit codes: 0 done; 1 nothing valid was found, or lint found errors; 2 wrong usage; 3 a GPU was
+Exit codes: 0 done; 1 nothing valid was found or held, or lint or doctor found errors; 2 wrong usage; 3 a GPU was
 required and there is none; 130 interrupted.
 """
 
@@ -47,6 +47,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+#: What the benchmarks' programs take from here too.
+__all__ = ["FAILED", "LOG", "NO_GPU", "OUT", "app", "fail", "main", "seconds_of"]
+
 #: Rows times columns, and times the experts of a token, must stay within int64.
 MOST_TOKENS = 2**40
 

@@ -23,33 +23,31 @@ DIGEST = "gemma_tune"
 def attach(model: Any, vllm_config: Any) -> Report:
     """Plan what the tables serve; on any fault every module is left as vLLM made it."""
     report = Report(model, vllm_config)
-    digest: str | None = None
+    asked = False
     try:
         try:
             digest = _attach(model, vllm_config, report)
         except Unavailable as error:
             digest = "refused"
             report.refuse(str(error))
-            detach(model)
-            _publish(vllm_config, None)
-    except Exception:
-        detach(model)
-        _publish(vllm_config, None)
-        # The others wait for this rank, and must not go on without it.
-        ranks.disagreement(None, vllm_config)
-        raise
-    if reason := ranks.disagreement(digest, vllm_config):
-        detach(model)
-        _publish(vllm_config, None)
-        report.refuse(reason)
-        settings.log.warning("gemma-tune: inactive on this rank, vLLM runs stock: %s", reason)
-    try:
+            _undo(model, vllm_config)
+        asked = True
+        if reason := ranks.disagreement(digest, vllm_config):
+            report.refuse(reason)
+            _undo(model, vllm_config)
+            settings.log.warning("gemma-tune: inactive on this rank, vLLM runs stock: %s", reason)
         report.log()
     except Exception:
-        detach(model)
-        _publish(vllm_config, None)
+        _undo(model, vllm_config)
+        if not asked:  # the others wait for this rank, and must not go on without it
+            ranks.disagreement(None, vllm_config)
         raise
     return report
+
+
+def _undo(model: Any, vllm_config: Any) -> None:
+    detach(model)
+    _publish(vllm_config, None)
 
 
 def _attach(model: Any, vllm_config: Any, report: Report) -> str:

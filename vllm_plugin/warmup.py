@@ -16,6 +16,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -126,7 +127,7 @@ def operators(model: Any, choices: Choices, limits: Limits) -> Iterator[Work]:
     def each(template: str, key: Any, call: Callable[[int], Any]) -> Iterator[Work]:
         if fresh(template, key):
             for count in token_counts(choices, template, limits.tokens):
-                yield lambda _, count=count: call(count)  # type: ignore[misc]
+                yield partial(_ignoring, call, count)
 
     for layer in list(model.layers)[model.start_layer : model.end_layer]:
         plan = layer.__dict__.get(layers.PLAN)
@@ -139,20 +140,22 @@ def operators(model: Any, choices: Choices, limits: Limits) -> Iterator[Work]:
         mlp = getattr(layer, "mlp", None)
         if mlp is not None and layers.PLAN in mlp.__dict__:
             width, dtype = mlp.down_proj.input_size_per_partition, _dtype(layer)
-            yield from each(
-                "gelu_mul",
-                (width, dtype),
-                lambda n, w=2 * width, t=dtype: ops._gelu_mul_halves(_rows(n, w, t)),
-            )
-    for experts, top_k, dtype in layers.routed():
-        scale = torch.empty(experts, dtype=dtype, device="meta")
-        yield from each(
-            "moe_routing",
-            (experts, top_k, dtype),
-            lambda n, e=experts, k=top_k, s=scale: ops._moe_routing(
-                _rows(n, e, torch.float32), s, k
-            ),
-        )
+            yield from each("gelu_mul", (width, dtype), partial(_gelu, width, dtype))
+    for kind in layers.routed():
+        yield from each("moe_routing", kind, partial(_route, *kind))
+
+
+def _ignoring(call: Callable[[int], Any], count: int, _limits: Limits) -> None:
+    call(count)
+
+
+def _route(experts: int, top_k: int, dtype: torch.dtype, count: int) -> Any:
+    scale = torch.empty(experts, dtype=dtype, device="meta")
+    return ops._moe_routing(_rows(count, experts, torch.float32), scale, top_k)
+
+
+def _gelu(width: int, dtype: torch.dtype, count: int) -> Any:
+    return ops._gelu_mul_halves(_rows(count, 2 * width, dtype))
 
 
 def layer_calls(layer: Any, plan: Any) -> Iterable[tuple[Any, str, Callable[[int], Any]]]:
