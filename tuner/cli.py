@@ -1,8 +1,8 @@
 """The command line: ``gemma-tune --gpu a100`` tunes; ``list``, ``show``, ``lint`` and ``explain``
 read what was found.
 
-Exit codes: 0 done; 1 nothing valid was found or held, or lint or doctor found errors; 2 wrong usage; 3 a GPU was
-required and there is none; 130 interrupted.
+Exit codes: 0 done; 1 nothing valid was found or held, or lint or doctor found something; 2 wrong
+usage; 3 a GPU was required and there is none; 130 interrupted.
 """
 
 from __future__ import annotations
