@@ -26,6 +26,23 @@ def test_predicted_tables_wait_for_confirmation(
     assert_same(ran, vllm_stock["dense"])
 
 
+def test_confirmation_that_cannot_run_leaves_vllm_stock(
+    vllm_place: Path, vllm_stock: dict[str, Ran]
+) -> None:
+    tables = vllm_place / "tables-unconfirmed"
+    write_tables(tables, vllm_place / "dense", provenance="predicted")
+    ran = run(vllm_place / "dense", "--eager", tables=tables, GEMMA_TUNE="confirm")
+    assert_stock(ran, vllm_stock["dense"])
+    # The child took the model's config as vLLM has it, and found no GPU.
+    (warning,) = ran.warnings
+    assert "gemma-tune confirm ended with 3" in warning
+    assert "no attached GPU matches 'Triton interpreter'" in warning
+    assert "0 of 9 hot paths active" in ran.summaries[0]
+    # It is not tried again at the next start.
+    again = run(vllm_place / "dense", "--eager", tables=tables, GEMMA_TUNE="confirm")
+    assert again.warnings == []
+
+
 def test_slower_than_stock_stays_off(vllm_place: Path, vllm_stock: dict[str, Ran]) -> None:
     tables = vllm_place / "tables-worse"
     write_tables(tables, vllm_place / "dense", stock_us=0.9)
@@ -62,7 +79,7 @@ def test_unknown_switch(vllm_place: Path, vllm_stock: dict[str, Ran]) -> None:
     )
     assert_stock(ran, vllm_stock["dense"])
     assert len(ran.warnings) == 1
-    assert "wanted 0 or 1" in ran.warnings[0]
+    assert "wanted 0, 1 or confirm" in ran.warnings[0]
 
 
 @pytest.mark.parametrize(
@@ -76,6 +93,8 @@ def test_unknown_switch(vllm_place: Path, vllm_stock: dict[str, Ran]) -> None:
         "vllm_plugin.plan:Planner.watch_auxiliary",
         "vllm_plugin.tables:Choices.digest",
         "vllm_plugin.report:Report.summary",
+        "vllm_plugin.warmup:run",
+        "vllm_plugin.ranks:disagreement",
     ],
 )
 def test_exception_in_a_hook_leaves_vllm_stock(

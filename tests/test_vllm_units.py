@@ -57,7 +57,7 @@ def test_switch(monkeypatch: pytest.MonkeyPatch, value: str | None, on: bool) ->
 
 def test_unknown_switch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GEMMA_TUNE", "perhaps")
-    with pytest.raises(ValueError, match="'perhaps', wanted 0 or 1"):
+    with pytest.raises(ValueError, match="'perhaps', wanted 0, 1 or confirm"):
         settings.switched_on()
 
 

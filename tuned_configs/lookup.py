@@ -225,7 +225,8 @@ def _table_files(folder: Path, faults: list[str]) -> list[Path]:
 
 
 def _is_table_name(name: str) -> bool:
-    return name.endswith(".json") and not name.startswith(".")
+    # vLLM's own fused-MoE tables lie in the same folder: see ``vllm_moe``.
+    return name.endswith(".json") and not name.startswith((".", "E="))
 
 
 def _read_of_device(path: Path, device_name: str) -> Table:

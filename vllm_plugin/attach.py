@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from . import contract, settings
+from . import contract, ranks, settings
 from .report import Report
 from .tables import Choices, Decision, Unavailable
 
@@ -23,30 +23,44 @@ DIGEST = "gemma_tune"
 def attach(model: Any, vllm_config: Any) -> Report:
     """Plan what the tables serve; on any fault every module is left as vLLM made it."""
     report = Report(model, vllm_config)
+    asked = False
     try:
         try:
-            _attach(model, vllm_config, report)
+            digest = _attach(model, vllm_config, report)
         except Unavailable as error:
+            digest = "refused"
             report.refuse(str(error))
-            detach(model)
-            _publish(vllm_config, None)
+            _undo(model, vllm_config)
+        asked = True
+        if reason := ranks.disagreement(digest, vllm_config):
+            report.refuse(reason)
+            _undo(model, vllm_config)
+            settings.log.warning("gemma-tune: inactive on this rank, vLLM runs stock: %s", reason)
         report.log()
     except Exception:
-        detach(model)
-        _publish(vllm_config, None)
+        _undo(model, vllm_config)
+        if not asked:  # the others wait for this rank, and must not go on without it
+            ranks.disagreement(None, vllm_config)
         raise
     return report
 
 
-def _attach(model: Any, vllm_config: Any, report: Report) -> None:
+def _undo(model: Any, vllm_config: Any) -> None:
+    detach(model)
+    _publish(vllm_config, None)
+
+
+def _attach(model: Any, vllm_config: Any, report: Report) -> str:
+    """Plan, compile and publish; returns the digest of what is active."""
     refuse_config(vllm_config)
     choices = Choices.load()
+    choices.model = str(vllm_config.model_config.model)
     report.device = choices.device.name
     for fault in choices.faults:
         settings.log.warning("gemma-tune: %s", fault)
     from vllm.model_executor.models import gemma4
 
-    from . import layers, ops, plan
+    from . import layers, moe_folder, ops, plan, warmup
 
     unknown = contract.unknown(Path(inspect.getfile(gemma4)).read_text(encoding="utf-8"))
     ops.use(choices)
@@ -54,15 +68,20 @@ def _attach(model: Any, vllm_config: Any, report: Report) -> None:
     planner.plan(model.model)
     if getattr(vllm_config.cache_config, "kv_sharing_fast_prefill", False):
         _second_half(model.model, vllm_config, report, unknown.get("second half"))
+    report.note(moe_folder.use(choices.device.name, vllm_config))
     layers.patch()
     if not report.any_active():
-        return
+        return "inactive"
 
     def publish() -> None:
         _publish(vllm_config, choices.digest(planner.active()))
 
     planner.watch_auxiliary(model.model, publish)
     publish()
+    done = warmup.run(model.model, choices, vllm_config)
+    if done.kernels:
+        report.note(f"{done.kernels} launches compiled ahead in {done.seconds:.1f} s")
+    return choices.digest(planner.active())
 
 
 def _second_half(model: Any, vllm_config: Any, report: Report, reason: str | None) -> None:

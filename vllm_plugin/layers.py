@@ -218,6 +218,11 @@ def route(experts: int, top_k: int, scale_dtype: torch.dtype) -> None:
     _routed.add((experts, top_k, scale_dtype))
 
 
+def routed() -> list[tuple[int, int, torch.dtype]]:
+    """The kinds of routing that are served: experts, experts of a token, dtype of their scale."""
+    return sorted(_routed, key=str)
+
+
 def unroute() -> None:
     """Serve no routing any more."""
     _routed.clear()

@@ -13,6 +13,11 @@ class Gemma4ForCausalLM(gemma4.Gemma4ForCausalLM):  # type: ignore[misc]
     """vLLM's model, whose modules get plans once they exist (see ``attach``)."""
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
+        if settings.confirm_asked():
+            # Before the parameters take their memory.
+            from .confirming import once
+
+            once(vllm_config)
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         try:
             from .attach import attach

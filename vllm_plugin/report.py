@@ -16,6 +16,7 @@ class Report:
     def __init__(self, model: Any, vllm_config: Any) -> None:
         self.device = ""
         self.refusal = ""
+        self.notes: list[str] = []
         self.decisions: dict[Decision, int] = {}
         text = getattr(model, "config", None)
         self.model = (
@@ -27,6 +28,11 @@ class Report:
         """Count a decision for one more module; returns whether it is active."""
         self.decisions[decision] = self.decisions.get(decision, 0) + 1
         return decision.active
+
+    def note(self, text: str) -> None:
+        """Say something more at the end of the summary; an empty text says nothing."""
+        if text:
+            self.notes.append(text)
 
     def refuse(self, reason: str) -> None:
         """Nothing is active, for one reason."""
@@ -55,7 +61,7 @@ class Report:
                 f"{decision.template} ({decision.kind}): {state}{decision.reason}"
                 f" [{count} module{'s' * (count > 1)}]"
             )
-        return "; ".join(parts)
+        return "; ".join([*parts, *self.notes])
 
     def log(self) -> None:
         """Log the summary, once per process for the same text."""

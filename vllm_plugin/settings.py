@@ -22,7 +22,12 @@ def switched_on() -> bool:
 
     Off unless asked for: the plugin has not run on a GPU yet.
     """
-    return _flag(SWITCH_VARIABLE, "0")
+    return confirm_asked() or _flag(SWITCH_VARIABLE, "0")
+
+
+def confirm_asked() -> bool:
+    """Whether ``GEMMA_TUNE=confirm`` asks for predicted tables to be confirmed at the start."""
+    return os.environ.get(SWITCH_VARIABLE, "").strip().lower() == "confirm"
 
 
 def predicted_allowed() -> bool:
@@ -36,7 +41,8 @@ def _flag(variable: str, default: str) -> bool:
         return False
     if value in _ON:
         return True
-    raise ValueError(f"{variable} is {value!r}, wanted 0 or 1")
+    wanted = "0, 1 or confirm" if variable == SWITCH_VARIABLE else "0 or 1"
+    raise ValueError(f"{variable} is {value!r}, wanted {wanted}")
 
 
 @functools.cache

@@ -78,6 +78,8 @@ class Choices:
     def __init__(self, device: DeviceInfo, tables: TableSet) -> None:
         self.device = device
         self.faults = tables.faults
+        #: What ``gemma-tune --model`` would be given for the model at hand.
+        self.model = "MODEL"
         self._tables = tables
         self._configs: dict[Any, Any] = {}
         self._instead: dict[Any, dict[str, Any]] = {}
@@ -117,6 +119,16 @@ class Choices:
                 )
         return kernel.default(problem, self.device)
 
+    def tuned_counts(self, name: str) -> set[int]:
+        """Every token count that a table of this template has an entry for."""
+        return {
+            entry.problem[BUCKET]
+            for loaded in self._tables.tables
+            if loaded.table.template == name
+            for entry in loaded.table.entries
+            if BUCKET in entry.problem
+        }
+
     def borrow(self, kernel: str, problem: Mapping[str, Any], changed: Mapping[str, Any]) -> None:
         """Let a kind of problem without entries use those of the kind with ``changed`` fields."""
         self._instead[(kernel, problem_key(problem, without=BUCKET))] = dict(changed)
@@ -133,7 +145,10 @@ class Choices:
         used, predicted = self._entries(kernel, values)
         if not used:
             if predicted:
-                reason = "only predicted entries; run `gemma-tune confirm` on this GPU"
+                reason = (
+                    f'only predicted entries; run `gemma-tune confirm --gpu "{self.device.name}" '
+                    f"--model {self.model}` on this GPU"
+                )
             else:
                 reason = self._tables.explain(name, values, kernel.source_hash)
                 reason = reason.removeprefix(f"{name}: ").removesuffix("; default used")
