@@ -69,6 +69,7 @@ class Server:
 
         from .checkpoint import seed_weights
 
+        name_kernels()
         if settings.get("load_format") == "dummy":
             seed_weights(int(settings.get("seed", 0)))
         options = {name: value for name, value in settings.items() if name != "seed"}
@@ -172,6 +173,16 @@ class Server:
             import torch
 
             torch.cuda.synchronize()
+
+
+def name_kernels() -> None:
+    """Let profiles of this process tell our kernels apart: several are called ``_kernel``."""
+    from kernel_templates import attention_prefill, qkv_norm_rope
+
+    for module in (attention_prefill, qkv_norm_rope):
+        name = module.__name__.rpartition(".")[2] + "_kernel"
+        if getattr(module._kernel, "_repr", name) is None:
+            module._kernel._repr = lambda _, name=name: name
 
 
 def quantiles(values: list[float]) -> dict[str, float] | None:

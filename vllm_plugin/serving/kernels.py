@@ -13,7 +13,7 @@ PATHS: tuple[tuple[str, str], ...] = (
     (
         "attention",
         r"unified_attention|reduce_segments|flash|fmha|_split_kernel|_combine_kernel|"
-        r"attention_prefill|find_sequence|cutlass_?dsl|FlashAttention",
+        r"attention_prefill|cutlass_?dsl|FlashAttention",
     ),
     ("experts", r"fused_moe|moe_align|moe_sum|count_and_sort|topk_?gating"),
     ("KV write", r"reshape_and_cache"),
@@ -27,7 +27,7 @@ PATHS: tuple[tuple[str, str], ...] = (
         r"reduce_1Block",
     ),
     ("norms", r"^triton_(red|per).*(rsqrt|mean|pow|rms)"),
-    ("QKV norm and RoPE", r"^_kernel$|rotary|rope"),
+    ("QKV norm and RoPE", r"qkv_norm_rope|rotary|rope"),
     ("compiled pointwise", r"^triton_"),
     ("other", r""),
 )
