@@ -14,11 +14,10 @@ import re
 import sys
 import tempfile
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import typer
 from optuna.exceptions import OptunaError
-from rich.console import Console
 from rich.text import Text
 from sqlalchemy.exc import SQLAlchemyError
 
@@ -28,7 +27,10 @@ from tuned_configs.faults import TableError
 from tuned_configs.tokens import token_counts
 
 from . import __version__, places, queries
+from .confirm_command import confirm
+from .console import FAILED, INTERRUPTED, LOG, NO_GPU, OUT, fail, seconds_of
 from .device import DeviceError, from_data_file, known_gpus, matches, probe, same_model
+from .doctor_command import doctor
 from .evaluate import Evaluator, EvaluatorBroken, Measuring, Predicting
 from .lock import Busy, exclusive
 from .model import ModelConfigError, load_model, preset_names
@@ -45,11 +47,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-# Paths and messages are shown as they are: "[/x]" in one is no markup.
-OUT = Console(markup=False, emoji=False)
-LOG = Console(stderr=True, markup=False, emoji=False)
-
-FAILED, USAGE, NO_GPU, INTERRUPTED = 1, 2, 3, 130
 #: Rows times columns, and times the experts of a token, must stay within int64.
 MOST_TOKENS = 2**40
 
@@ -60,20 +57,6 @@ class Measure(str, enum.Enum):
     AUTO = "auto"
     REQUIRE = "require"
     NEVER = "never"
-
-
-def fail(message: str, code: int = USAGE) -> NoReturn:
-    """End with a message on stderr."""
-    LOG.print(Text(f"error: {message}", style="bold red"), soft_wrap=True)
-    raise typer.Exit(code)
-
-
-def seconds_of(text: str) -> float:
-    """``90``, ``90s``, ``10m``, ``1.5h`` in seconds; BadParameter otherwise."""
-    found = re.fullmatch(r"\s*([0-9]{1,9}(?:\.[0-9]+)?)\s*([smh]?)\s*", text)
-    if not found or float(found[1]) == 0:
-        raise typer.BadParameter(f"{text!r} is no duration; wanted for example 90s, 10m or 1.5h")
-    return float(found[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[found[2]]
 
 
 def counts_of(text: str) -> tuple[int, ...]:
@@ -402,6 +385,10 @@ def explain(
         fail(f"{shape.name} does not use {template}", FAILED)
     for line in text:
         OUT.print(line, soft_wrap=True)
+
+
+app.command()(confirm)
+app.command()(doctor)
 
 
 def _roots(configs: Path | None) -> list[Path]:

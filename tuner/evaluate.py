@@ -241,6 +241,16 @@ class Measuring:
             raise Refused(f"other processes compute on this GPU: {', '.join(others)}")
         return faster
 
+    def beside_stock(self, configs: Sequence[Any]) -> list[list[float]]:
+        """Paired samples in microseconds of the open problem: each config's, then stock's.
+
+        :class:`Refused` when a contestant cannot run.
+        """
+        try:
+            return self._finals(configs, stock=True)
+        except WorkerError as error:
+            raise Refused(str(error)) from error
+
     def company(self) -> list[str]:
         """Other processes that compute on the GPU; asked anew after :data:`COMPANY_SECONDS`."""
         now = time.monotonic()

@@ -295,7 +295,7 @@ class Tuner:
             self._undecided(job, f"no valid candidate ({counts or 'none was tried'})")
             return
         self._remember(kind, job, search)
-        run = self._run_record(versions)
+        run = run_record(self.device, self.evaluator.mode, versions)
         new = self._entry(job, search, decision)
         search.store_finals(
             {
@@ -361,7 +361,7 @@ class Tuner:
     def _demoted(gain: Gain) -> Entry:
         """The entry with the default in place of a config whose gain did not show again."""
         outcome = gain.search.outcomes.get(gain.default)
-        error = _max_error(outcome.error_ratio, outcome.max_error) if outcome else None
+        error = max_error_fields(outcome.error_ratio, outcome.max_error) if outcome else None
         return gain.entry.model_copy(
             update={
                 "config": record_to_dict(gain.default),
@@ -492,17 +492,17 @@ class Tuner:
         predicted = None
         if decision.predicted is not None:
             predicted = Predicted(
-                config=_short(decision.predicted[0]), default=_short(decision.predicted[1])
+                config=short(decision.predicted[0]), default=short(decision.predicted[1])
             )
         return Entry(
             problem=record_to_dict(job.problem),
             config=record_to_dict(decision.config),
             verdict="tuned" if decision.tuned else "default",
-            time_us=_timing(decision.time),
-            default_us=_timing(decision.default),
-            stock_us=_timing(decision.stock),
+            time_us=timing_fields(decision.time),
+            default_us=timing_fields(decision.default),
+            stock_us=timing_fields(decision.stock),
             predicted_us=predicted,
-            max_error=_max_error(decision.error_ratio, decision.max_error),
+            max_error=max_error_fields(decision.error_ratio, decision.max_error),
             trials=len(search.outcomes),
             rejected=search.rejected(),
             models=list(job.models),
@@ -510,22 +510,24 @@ class Tuner:
             run=self.run_name,
         )
 
-    def _run_record(self, versions: Mapping[str, str]) -> Run:
-        return Run(
-            provenance="measured" if self.evaluator.mode == "measured" else "predicted",
-            device=Device(
-                name=self.device.name,
-                capability=list(self.device.capability),
-                sms=self.device.sms,
-                memory_bytes=self.device.memory_bytes,
-                driver=self.device.driver if self.device.attached else None,
-            ),
-            gemma_tune=__version__,
-            triton=versions["triton"],
-            torch=versions["torch"],
-            python=versions["python"],
-            finished_at=f"{datetime.now(timezone.utc):%Y-%m-%dT%H:%M:%SZ}",
-        )
+
+def run_record(device: DeviceInfo, mode: str, versions: Mapping[str, str]) -> Run:
+    """Where entries made now on ``device`` come from; ``mode`` is an evaluator's."""
+    return Run(
+        provenance="measured" if mode == "measured" else "predicted",
+        device=Device(
+            name=device.name,
+            capability=list(device.capability),
+            sms=device.sms,
+            memory_bytes=device.memory_bytes,
+            driver=device.driver if device.attached else None,
+        ),
+        gemma_tune=__version__,
+        triton=versions["triton"],
+        torch=versions["torch"],
+        python=versions["python"],
+        finished_at=f"{datetime.now(timezone.utc):%Y-%m-%dT%H:%M:%SZ}",
+    )
 
 
 def seeds_from_entries(
@@ -565,18 +567,20 @@ def _parsed(found: Mapping[str, Any] | None) -> tuple[str, Run, Entry] | None:
         return None
 
 
-def _max_error(ratio: float | None, absolute: float | None) -> MaxError | None:
+def max_error_fields(ratio: float | None, absolute: float | None) -> MaxError | None:
+    """A check's errors as a table holds them; None where there was no check."""
     if ratio is None or absolute is None:
         return None
-    return MaxError(ratio=_short(ratio), absolute=_short(absolute))
+    return MaxError(ratio=short(ratio), absolute=short(absolute))
 
 
-def _timing(timing: Timing | None) -> TimingFields | None:
+def timing_fields(timing: Timing | None) -> TimingFields | None:
+    """A timing as a table holds it."""
     if timing is None:
         return None
-    return TimingFields(median=_short(timing.median), spread=_short(timing.spread))
+    return TimingFields(median=short(timing.median), spread=short(timing.spread))
 
 
-def _short(value: float) -> float:
+def short(value: float) -> float:
     """Four significant digits: no measurement here holds more."""
     return float(f"{value:.4g}")
