@@ -136,9 +136,7 @@ def test_wrong_prediction_leaves_the_default(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("status", "fate"), [(Status.WRONG, Fate.WRONG), (Status.CRASHED, Fate.CRASHED)]
 )
-def test_nothing_fit_is_rejected_and_remembered(
-    tmp_path: Path, status: Status, fate: Fate
-) -> None:
+def test_nothing_fit_is_rejected_and_remembered(tmp_path: Path, status: Status, fate: Fate) -> None:
     predict(tmp_path / "in", {4: OTHER})
     done = confirm(tmp_path, Scripted({}, bad={OTHER: status, FINE: status}))
     assert [(result.fate, result.reason) for result in done.results] == [(fate, "a reason")]

@@ -17,7 +17,7 @@ ALLOWED = {
     "kernel_templates": set(),
     "search_spaces": {"kernel_templates"},
     "tuned_configs": set(),
-    "tuner": {"search_spaces", "kernel_templates", "tuned_configs"},
+    "tuner": {"search_spaces", "kernel_templates", "tuned_configs", "vllm_plugin"},
     "vllm_plugin": {"kernel_templates", "tuned_configs"},
 }
 HEAVY = {"torch", "triton", "optuna", "vllm", "numpy"}

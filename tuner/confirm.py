@@ -323,7 +323,9 @@ class Confirmer:
                 "config": record_to_dict(chosen),
                 "verdict": "tuned" if better and not same else "default",
                 "time_us": timing_fields(Timing.of(times[chosen])),
-                "default_us": timing_fields(Timing.of(times[default])) if default in times else None,
+                "default_us": timing_fields(Timing.of(times[default]))
+                if default in times
+                else None,
                 "stock_us": timing_fields(Timing.of(stock)),
                 "predicted_us": None,
                 "max_error": max_error_fields(outcome.error_ratio, outcome.max_error),
@@ -336,9 +338,7 @@ class Confirmer:
 
     def _write(self, entry: Entry, each: Prediction, versions: Mapping[str, str]) -> None:
         run = run_record(self.device, "measured", versions)
-        update = update_table(
-            self.out, make_table(each.template.name, self.run_name, run, [entry])
-        )
+        update = update_table(self.out, make_table(each.template.name, self.run_name, run, [entry]))
         self.done.warnings += update.warnings
         self.done.files.add(update.path)
 

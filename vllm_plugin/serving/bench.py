@@ -7,6 +7,7 @@ each other, in an order that rotates, so that a clock that drifts meets all of t
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import statistics
 import time
@@ -73,10 +74,21 @@ class Variant:
         return found
 
     def environment(self) -> dict[str, str]:
-        found = {"GEMMA_TUNE": PLUGIN[self.plugin], "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+        # A cache of compiled graphs of its own: engines side by side may have equal keys.
+        cache = os.environ.get("VLLM_CACHE_ROOT") or os.path.expanduser("~/.cache/vllm")
+        found = {
+            "GEMMA_TUNE": PLUGIN[self.plugin],
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "VLLM_CACHE_ROOT": os.path.join(cache, "gemma-tune-bench", slug(self.text)),
+        }
         if self.fast is False:
             found["GEMMA_TUNE_FAST_PREFILL"] = "0"
         return found
+
+
+def slug(text: str) -> str:
+    """A variant's name as a file's."""
+    return re.sub(r"\W+", "_", text)
 
 
 @dataclass(frozen=True)
@@ -100,9 +112,7 @@ class Workload:
         if self.counts_prompts:
             fewer = max(1, min(self.sequences, 65536 // self.prompt_tokens))
             return Workload(self.name, fewer, self.prompt_tokens, 1)
-        return Workload(
-            self.name, self.sequences, self.prompt_tokens, min(self.new_tokens, 33)
-        )
+        return Workload(self.name, self.sequences, self.prompt_tokens, min(self.new_tokens, 33))
 
 
 WORKLOADS = {
@@ -197,7 +207,7 @@ def _engines(
     started: dict[str, Engine] = {}
     try:
         for variant in outcome.variants:
-            path = logs / (re.sub(r"\W+", "_", variant.text) + ".log")
+            path = logs / f"{slug(variant.text)}.log"
             started[variant.text] = start(
                 variant.text, {**settings, **variant.settings()}, variant.environment(), path
             )
@@ -217,7 +227,7 @@ def _engines(
                     say(answer)
                     continue
                 outcome.facts[name] = answer
-                outcome.summaries[name] = started[name].lines("gemma-tune")
+                outcome.summaries[name] = started[name].said()
                 say(f"{name}: ready after {time.monotonic() - began:.0f} s")
         for name in outcome.failed:
             started[name].close()

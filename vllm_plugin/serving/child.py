@@ -120,9 +120,7 @@ class Server:
         self._wait()
         began = time.perf_counter()
         for index, prompt in enumerate(prompts):
-            engine.add_request(
-                f"{request['seed']} {index}", {"prompt_token_ids": prompt}, sampling
-            )
+            engine.add_request(f"{request['seed']} {index}", {"prompt_token_ids": prompt}, sampling)
         last: dict[str, float] = {}
         first: list[float] = []
         gaps: list[float] = []

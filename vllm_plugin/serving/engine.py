@@ -1,7 +1,7 @@
 """A vLLM engine in a process of its own, asked for work by lines of JSON.
 
-The child (``child.py``) owns vLLM; here is only what starts it, talks to it and ends it, so a crash,
-a hang or a flood of log lines stays there.
+The child (``child.py``) owns vLLM; here is only what starts it, talks to it and ends it, so a
+crash, a hang or a flood of log lines stays there.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import queue
+import re
 import signal
 import subprocess
 import sys
@@ -97,11 +98,11 @@ class Engine:
                 return f"; the end of {self.log}:\n" + "\n".join(shown)
         return ""
 
-    def lines(self, *words: str) -> list[str]:
-        """Lines of the log that hold one of the words."""
+    def said(self) -> list[str]:
+        """What the plugin told this child's log."""
         with contextlib.suppress(OSError):
             text = self.log.read_text(encoding="utf-8", errors="replace")
-            return [line for line in text.splitlines() if any(word in line for word in words)]
+            return re.findall(r"^.*(?:\] |WARNING.*)(gemma-tune[ :].*)$", text, re.MULTILINE)
         return []
 
     @property

@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 #: names list the operations that it fused.
 PATHS: tuple[tuple[str, str], ...] = (
     ("copies", r"^(memcpy|memset)"),
+    ("KV write", r"reshape_and_cache"),
     (
         "attention",
         r"unified_attention|reduce_segments|flash|fmha|_split_kernel|_combine_kernel|"
         r"attention_prefill|cutlass_?dsl|FlashAttention",
     ),
     ("experts", r"fused_moe|moe_align|moe_sum|count_and_sort|topk_?gating"),
-    ("KV write", r"reshape_and_cache"),
     ("routing", r"routing"),
     ("norms", r"_one_pass_kernel|_looped_kernel"),
     ("gelu * up", r"gelu|act_and_mul"),

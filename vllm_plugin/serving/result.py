@@ -95,9 +95,7 @@ def _row(outcome: Outcome, workload: Any, variant: str) -> Row:
     base = outcome.measured.get((outcome.variants[0].text, workload.name))
     ratio = noise = None
     if base is not None and base.runs and variant != outcome.variants[0].text:
-        pairs = [
-            own / other for own, other in zip(speeds, base.speeds(workload), strict=False)
-        ]
+        pairs = [own / other for own, other in zip(speeds, base.speeds(workload), strict=False)]
         ratio, noise = statistics.median(pairs), spread(pairs)
 
     def median(field: str) -> dict[str, float] | None:
@@ -212,7 +210,7 @@ def _gpu_time(result: Result) -> Iterator[str]:
             continue
         yield f"## GPU time by hot path: {workload}\n"
         yield (
-            "Milliseconds of a pass of the same shape under the profiler (fewer prompts or tokens), "
+            "Milliseconds of a pass like it under the profiler (fewer prompts or tokens), "
             "launches in brackets; 'idle' is wall time in which no kernel ran.\n"
         )
         yield "| hot path | " + " | ".join(row.variant for row in rows) + " |"
@@ -240,14 +238,12 @@ def _gpu_time(result: Result) -> Iterator[str]:
 
 def plot(result: Result, path: Path) -> None:
     """Bars of every variant relative to the first, by workload; ImportError without matplotlib."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib.figure import Figure  # type: ignore[import-not-found]
 
     variants = list(dict.fromkeys(row.variant for row in result.rows))
     workloads = list(dict.fromkeys(row.workload for row in result.rows))
-    figure, axes = pyplot.subplots(figsize=(1.5 + 1.8 * len(workloads), 4), layout="constrained")
+    figure = Figure(figsize=(1.5 + 1.8 * len(workloads), 4), layout="constrained")
+    axes = figure.subplots()
     width = 0.8 / max(1, len(variants))
     for index, variant in enumerate(variants):
         own = {row.workload: row for row in result.rows if row.variant == variant}
@@ -264,4 +260,3 @@ def plot(result: Result, path: Path) -> None:
     device = next(iter(result.facts.values()), {}).get("device", "?")
     axes.set_title(f"{result.model} on {device}; labels: tokens/s")
     figure.savefig(path)
-    pyplot.close(figure)
