@@ -26,8 +26,9 @@ from tuned_configs.files import replace_file
 from tuned_configs.lookup import TableSet
 from tuned_configs.naming import folder_name
 from tuned_configs.roots import roots as table_roots
-from tuner.cli import FAILED, OUT, counts_of, fail, seconds_of
+from tuner.cli import counts_of
 from tuner.compile import CompileError, CompilePool, CompilerBroken
+from tuner.console import FAILED, OUT, fail, seconds_of
 from tuner.device import DeviceError, from_data_file
 from tuner.lock import Busy, exclusive
 from tuner.model import ModelConfigError, load_model

@@ -24,8 +24,9 @@ from tuned_configs.files import replace_file
 from tuned_configs.lookup import TableSet
 from tuned_configs.naming import folder_name
 from tuned_configs.roots import roots as table_roots
-from tuner.cli import FAILED, OUT, counts_of, fail
+from tuner.cli import counts_of
 from tuner.compile import CompileError, CompilePool, Resources
+from tuner.console import FAILED, OUT, fail
 from tuner.device import DeviceError, from_data_file
 from tuner.model import ModelConfigError, load_model
 from tuner.predict import blocks_per_sm

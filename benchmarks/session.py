@@ -16,7 +16,7 @@ import typer
 import tuner
 from kernel_templates.base import DeviceInfo, templates
 from tuned_configs.lookup import TableSet
-from tuner.cli import NO_GPU, fail
+from tuner.console import NO_GPU, fail
 from tuner.device import DeviceError, attached_gpus, matches, same_model
 
 #: Options of the command lines.

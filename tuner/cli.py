@@ -26,7 +26,7 @@ from tuned_configs import roots
 from tuned_configs.faults import TableError
 from tuned_configs.tokens import token_counts
 
-from . import __version__, places, queries
+from . import __version__, cli_serving, places, queries
 from .confirm_command import confirm
 from .console import FAILED, INTERRUPTED, LOG, NO_GPU, OUT, fail, seconds_of
 from .device import DeviceError, from_data_file, known_gpus, matches, probe, same_model
@@ -400,6 +400,9 @@ def _roots(configs: Path | None) -> list[Path]:
     if not configs.is_dir():
         fail(f"{configs} is no folder")
     return [configs]
+
+
+app.command()(cli_serving.bench)
 
 
 def main() -> None:

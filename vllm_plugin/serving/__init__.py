@@ -1,0 +1,1 @@
+"""Real vLLM engines in processes of their own, for the ``bench`` and ``verify`` commands."""
