@@ -39,7 +39,7 @@ MOST_SCRATCH = 2**25
 
 #: Arguments that must have these values to be served.  What none of them names is an operand, is
 #: vLLM's own scratch, or does not matter without another that is here (the clamp of
-#: ``mm_prefix_range``, ``use_alibi_sqrt``).  ``k_scale_cache`` and ``v_scale_cache`` come with
+#: ``mm_prefix_range``, ``use_alibi_sqrt``, ``rswa_window``).  ``k_scale_cache`` and ``v_scale_cache`` come with
 #: scales per token and head; ``q_descale`` with queries of one byte.
 PLAIN: tuple[tuple[str, Any], ...] = (
     ("alibi_slopes", None),
@@ -159,7 +159,6 @@ class Wrapper:
         plain = (
             kw["causal"] is True
             and kw.get("chunk_lookback", -1) == -1
-            and kw.get("rswa_window") is None
             and not kw.get("use_td", False)
             and int(kw.get("kv_quant_mode", 0)) == (0 if k.dtype == q.dtype else 1)
             and v.dtype == k.dtype

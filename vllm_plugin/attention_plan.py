@@ -1,7 +1,7 @@
 """Which attention layers of a Gemma 4 the tables serve, said when the model is built.
 
 The cache does not exist yet: the block sizes are those that vLLM will give (see
-``kernel_templates.attention_problem.problem_kinds``).  What a call really has decides when it comes.
+``kernel_templates.attention_problem.problem_kinds``).  A call decides by what it really has.
 """
 
 from __future__ import annotations

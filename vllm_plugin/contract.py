@@ -167,12 +167,42 @@ ATTRIBUTES: tuple[tuple[str, str, str], ...] = (
 
 
 #: Parameters of vLLM's ``unified_attention``, in order, the same in all releases read.
-UNIFIED_ATTENTION: tuple[str, ...] = tuple(
-    "q k v out cu_seqlens_q max_seqlen_q seqused_k max_seqlen_k softmax_scale causal window_size "
-    "block_table softcap q_descale k_descale v_descale seq_threshold_3D num_par_softmax_segments "
-    "softmax_segm_output softmax_segm_max softmax_segm_expsum alibi_slopes output_scale qq_bias "
-    "sinks mm_prefix_range rswa_prefix_lens rswa_window use_alibi_sqrt kv_quant_mode "
-    "k_scale_cache v_scale_cache chunk_lookback use_td mm_prefix_clamp_sliding_window".split()
+UNIFIED_ATTENTION: tuple[str, ...] = (
+    "q",
+    "k",
+    "v",
+    "out",
+    "cu_seqlens_q",
+    "max_seqlen_q",
+    "seqused_k",
+    "max_seqlen_k",
+    "softmax_scale",
+    "causal",
+    "window_size",
+    "block_table",
+    "softcap",
+    "q_descale",
+    "k_descale",
+    "v_descale",
+    "seq_threshold_3D",
+    "num_par_softmax_segments",
+    "softmax_segm_output",
+    "softmax_segm_max",
+    "softmax_segm_expsum",
+    "alibi_slopes",
+    "output_scale",
+    "qq_bias",
+    "sinks",
+    "mm_prefix_range",
+    "rswa_prefix_lens",
+    "rswa_window",
+    "use_alibi_sqrt",
+    "kv_quant_mode",
+    "k_scale_cache",
+    "v_scale_cache",
+    "chunk_lookback",
+    "use_td",
+    "mm_prefix_clamp_sliding_window",
 )
 UNIFIED_FILE = "v1/attention/ops/triton_unified_attention.py"
 UNIFIED_CALLER = "v1/attention/backends/triton_attn.py"
@@ -307,7 +337,7 @@ def config_map_faults(folder: Path) -> list[str]:
         value = getattr(node, "value", None)
         target = getattr(node, "target", None)
         if isinstance(value, ast.Dict) and getattr(target, "id", "") == CONFIG_MAP:
-            keys |= {each.value for each in value.keys if isinstance(each, ast.Constant)}
+            keys |= {str(each.value) for each in value.keys if isinstance(each, ast.Constant)}
     return [
         f"{CONFIG_MAP_FILE}: {CONFIG_MAP} has no {name}"
         for name in ARCHITECTURES
