@@ -31,4 +31,7 @@ def install() -> None:
     if module != "vllm.model_executor.models.gemma4":
         raise LookupError(f"{ARCHITECTURE} is already replaced by {module or registered!r}")
     ModelRegistry.register_model(ARCHITECTURE, MODEL)
+    from . import config_hook
+
+    config_hook.install()
     settings.log.debug("gemma-tune %s: %s is built by %s", settings.version(), ARCHITECTURE, MODEL)
