@@ -39,8 +39,8 @@ MOST_SCRATCH = 2**25
 
 #: Arguments that must have these values to be served.  What none of them names is an operand, is
 #: vLLM's own scratch, or does not matter without another that is here (the clamp of
-#: ``mm_prefix_range``, ``use_alibi_sqrt``, ``rswa_window``).  ``k_scale_cache`` and ``v_scale_cache`` come with
-#: scales per token and head; ``q_descale`` with queries of one byte.
+#: ``mm_prefix_range``, ``use_alibi_sqrt``, ``rswa_window``).  ``k_scale_cache``, ``v_scale_cache``
+#: come with scales per token and head; ``q_descale`` with queries of one byte.
 PLAIN: tuple[tuple[str, Any], ...] = (
     ("alibi_slopes", None),
     ("sinks", None),

@@ -38,8 +38,8 @@ def change(vllm_config: Any) -> None:
     # Else vLLM sets it once more when the model's layers have named their backend.
     cache.user_specified_block_size = True
     settings.log.info(
-        "gemma-tune: KV cache blocks of %d tokens, measured faster here than vLLM's %d (--block-size "
-        "%d restores them)",
+        "gemma-tune: KV cache blocks of %d tokens, measured faster here than vLLM's %d "
+        "(--block-size %d restores them)",
         LARGER,
         BLOCK_SIZE,
         BLOCK_SIZE,
@@ -81,7 +81,7 @@ def measured_against(config: Any) -> str | None:
         small, large = (problem_kinds(shape, [size]) for size in (BLOCK_SIZE, LARGER))
         for one, other in zip(small, large, strict=True):
             times = [
-                {_rest(entry): entry.time_us.median for entry in _entries(tables, kernel, kind)}
+                {_rest(entry): median for entry, median in _entries(tables, kernel, kind)}
                 for kind in (one, other)
             ]
             both = times[0].keys() & times[1].keys()
@@ -123,8 +123,8 @@ def _shape(config: Any) -> Any:
     return SimpleNamespace(layers=layers, dtype=names[config.model_config.dtype])
 
 
-def _entries(tables: TableSet, kernel: Any, kind: dict[str, Any]) -> Iterator[Entry]:
-    """The measured entries of one kind of layer, of the running kernel."""
+def _entries(tables: TableSet, kernel: Any, kind: dict[str, Any]) -> Iterator[tuple[Entry, float]]:
+    """The measured entries of one kind of layer, of the running kernel, with their times."""
     for loaded in tables.tables:
         if loaded.table.template != kernel.name:
             continue
@@ -134,7 +134,7 @@ def _entries(tables: TableSet, kernel: Any, kind: dict[str, Any]) -> Iterator[En
             measured = loaded.table.runs[entry.run].provenance == "measured"
             current = entry.source_hash == kernel.source_hash
             if plain and same and measured and current and entry.time_us is not None:
-                yield entry
+                yield entry, entry.time_us.median
 
 
 def _rest(entry: Entry) -> tuple[Any, ...]:

@@ -1,9 +1,9 @@
 """What the plugin changes in vLLM's config, when the config is made and before anything reads it.
 
 vLLM lets each architecture change the config (``MODELS_CONFIG_MAP``) at the very start of
-``VllmConfig.__post_init__``: before it chooses its runner, checks one setting against another, sizes
-CUDA graphs or hashes anything.  That hook is wrapped: first vLLM's own, then ours.  It runs where
-the config is made, the front end; the engine and its workers get the result.
+``VllmConfig.__post_init__``: before it chooses its runner, checks one setting against another,
+sizes CUDA graphs or hashes anything.  That hook is wrapped: first vLLM's own, then ours.  It runs
+where the config is made, the front end; the engine and its workers get the result.
 """
 
 from __future__ import annotations

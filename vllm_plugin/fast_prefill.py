@@ -35,8 +35,8 @@ def change(vllm_config: Any) -> None:
     text = vllm_config.model_config.hf_text_config
     settings.log.info(
         "gemma-tune: fast prefill is on: of a prompt, the %d of %d layers that share K and V see "
-        "only the tokens whose logits are wanted%s. Prompt log-probabilities are not available with "
-        "it; %s=0 turns it off.",
+        "only the tokens whose logits are wanted%s. Prompt log-probabilities are not available "
+        "with it; %s=0 turns it off.",
         text.num_kv_shared_layers,
         text.num_hidden_layers,
         "; this vLLM runs it in its older runner" if _older_runner(vllm_config) else "",
