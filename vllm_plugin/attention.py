@@ -53,6 +53,9 @@ PLAIN: tuple[tuple[str, Any], ...] = (
     ("v_scale_cache", None),
 )
 
+#: Stands in the wrapper's memory for a kind of call that it has not met.
+UNSEEN: Any = object()
+
 _KV_NAMES = {dtype: name for name, dtype in KV_DTYPES.items()}
 
 
@@ -142,16 +145,25 @@ class Wrapper:
             kw["window_size"][0], kw["softcap"], kw["causal"] is True,
             kw.get("kv_quant_mode", 0), kw.get("chunk_lookback", -1), kw.get("use_td", False),
         )  # fmt: skip
-        kind = self.kinds.get(key, self)
-        if kind is self:
-            kind = self.kinds[key] = self._kind(kw, decode)
-        if kind is None or not kind.active:  # type: ignore[union-attr]
+        kind = self.kinds.get(key, UNSEEN)
+        if kind is UNSEEN:
+            kind = self.kinds[key] = self._kind_or_none(kw, decode)
+        if kind is None or not kind.active:
             return False
         try:
-            return self._run(kind, kw)  # type: ignore[arg-type]
+            return self._run(kind, kw)
         except Exception as error:
-            kind.give_up(error)  # type: ignore[union-attr]
+            kind.give_up(error)
             return False
+
+    def _kind_or_none(self, kw: dict[str, Any], decode: bool) -> Kind | None:
+        try:
+            return self._kind(kw, decode)
+        except Exception as error:
+            settings.log.warning(
+                "gemma-tune: attention is left to vLLM: %s: %s", type(error).__name__, error
+            )
+            return None
 
     def _kind(self, kw: dict[str, Any], decode: bool) -> Kind | None:
         """What serves calls like this one, None for vLLM."""
@@ -170,24 +182,20 @@ class Wrapper:
             return None
         window = kw["window_size"][0]
         template = attention_decode if decode else attention_prefill
-        try:
-            shape = Problem(
-                tokens=1,
-                queries=1,
-                context=0,
-                query_heads=q.shape[1],
-                kv_heads=k.shape[2],
-                head_dim=q.shape[2],
-                window=window + 1 if window >= 0 else 0,
-                block_size=k.shape[1],
-                softcap=float(kw["softcap"]),
-                dtype=ops.dtype_name(q.dtype),
-                kv_dtype="same" if k.dtype == q.dtype else _KV_NAMES[k.dtype],
-            )
-            kind = Kind(template.TEMPLATE, template.asked, shape, self.choices)
-        except Exception as error:
-            settings.log.warning("gemma-tune: attention is left to vLLM: %r", error)
-            return None
+        shape = Problem(
+            tokens=1,
+            queries=1,
+            context=0,
+            query_heads=q.shape[1],
+            kv_heads=k.shape[2],
+            head_dim=q.shape[2],
+            window=window + 1 if window >= 0 else 0,
+            block_size=k.shape[1],
+            softcap=float(kw["softcap"]),
+            dtype=ops.dtype_name(q.dtype),
+            kv_dtype="same" if k.dtype == q.dtype else _KV_NAMES[k.dtype],
+        )
+        kind = Kind(template.TEMPLATE, template.asked, shape, self.choices)
         settings.log.debug(
             "gemma-tune: %s: %s%s",
             kind.topic,
