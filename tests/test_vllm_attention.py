@@ -101,7 +101,7 @@ def test_fast_prefill_stays_off_where_nothing_is_shared(
         ("vllm_plugin.attention:Wrapper._kind", None),
         ("vllm_plugin.attention:install", None),
         ("vllm_plugin.fast_prefill:reason_against", "fast prefill is left as it was"),
-        ("vllm_plugin.config_hook:install", "inactive, vLLM runs stock"),
+        ("vllm_plugin.config_hook:install", "block size are left to vLLM"),
     ],
 )
 def test_a_fault_leaves_the_server_answering(

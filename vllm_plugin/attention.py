@@ -160,8 +160,11 @@ class Wrapper:
         try:
             return self._kind(kw, decode)
         except Exception as error:
-            settings.log.warning(
-                "gemma-tune: attention is left to vLLM: %s: %s", type(error).__name__, error
+            settings.warn_once(
+                "attention kinds",
+                "gemma-tune: attention is left to vLLM: %s: %s",
+                type(error).__name__,
+                error,
             )
             return None
 

@@ -33,5 +33,12 @@ def install() -> None:
     ModelRegistry.register_model(ARCHITECTURE, MODEL)
     from . import config_hook
 
-    config_hook.install()
+    try:
+        config_hook.install()
+    except Exception as error:
+        settings.log.warning(
+            "gemma-tune: fast prefill and block size are left to vLLM: %s: %s",
+            type(error).__name__,
+            error,
+        )
     settings.log.debug("gemma-tune %s: %s is built by %s", settings.version(), ARCHITECTURE, MODEL)
