@@ -78,6 +78,16 @@ def config(**changed: Any) -> Any:
     return made
 
 
+class Processor:
+    """Stands for vLLM's ``InputProcessor``."""
+
+    def __init__(self, vllm_config: Any) -> None:
+        self.vllm_config = vllm_config
+
+    def process_inputs(self, request_id: str, prompt: Any, params: Any, tasks: Any = ()) -> Any:
+        return (request_id, prompt, params, tasks)
+
+
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """A server on a GPU, without vLLM."""
@@ -86,6 +96,9 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fast_prefill, "_platform_has_triton", lambda: True)
     monkeypatch.setattr(fast_prefill, "_batch_invariant", lambda: False)
     monkeypatch.setattr(fast_prefill, "_newer_runner_forced", lambda: False)
+    module = ModuleType("vllm.v1.engine.input_processor")
+    module.InputProcessor = type("InputProcessor", (Processor,), vars(Processor).copy())  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
 
 
 @pytest.mark.usefixtures("gpu")
@@ -98,6 +111,29 @@ def test_fast_prefill_goes_on_once(caplog: pytest.LogCaptureFixture) -> None:
     (line,) = [each.getMessage() for each in caplog.records]
     assert "20 of 35 layers" in line
     assert "GEMMA_TUNE_FAST_PREFILL=0" in line
+
+
+@pytest.mark.usefixtures("gpu")
+def test_prompt_logprobs_are_refused_with_fast_prefill_alone() -> None:
+    """Case 52."""
+    for _ in range(2):
+        fast_prefill.change(config())
+    kind = sys.modules["vllm.v1.engine.input_processor"].InputProcessor  # type: ignore[attr-defined]
+    for wanted, on, refused in (
+        (0, True, True),
+        (5, True, True),
+        (None, True, False),
+        (5, False, False),
+    ):
+        params = SimpleNamespace(prompt_logprobs=wanted)
+        processor = kind(config(cache_config__kv_sharing_fast_prefill=on))
+        if refused:
+            with pytest.raises(ValueError, match=f"prompt_logprobs={wanted}: .*FAST_PREFILL=0"):
+                processor.process_inputs("1", "prompt", params, ("generate",))
+        else:
+            assert processor.process_inputs("1", "prompt", params=params, tasks=1)[3] == 1
+    pooling = SimpleNamespace()
+    assert kind(config()).process_inputs("1", "prompt", pooling)[2] is pooling
 
 
 @pytest.mark.usefixtures("gpu")

@@ -154,6 +154,11 @@ ATTRIBUTES: tuple[tuple[str, str, str], ...] = (
         "attn_backend kv_sharing_target_layer_name",
     ),
     (
+        "v1/engine/input_processor.py",
+        "InputProcessor",
+        "vllm_config process_inputs",
+    ),
+    (
         "v1/attention/backend.py",
         "AttentionBackend",
         "get_name",

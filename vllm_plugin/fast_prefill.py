@@ -9,6 +9,7 @@ it.  A server that only decodes may want it off.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import os
 import sys
@@ -31,6 +32,7 @@ def change(vllm_config: Any) -> None:
     if reason is not None:
         settings.log.info("gemma-tune: fast prefill stays off: %s", reason)
         return
+    refuse_prompt_logprobs()
     cache.kv_sharing_fast_prefill = True
     text = vllm_config.model_config.hf_text_config
     settings.log.info(
@@ -42,6 +44,33 @@ def change(vllm_config: Any) -> None:
         "; this vLLM runs it in its older runner" if _older_runner(vllm_config) else "",
         settings.FAST_PREFILL_VARIABLE,
     )
+
+
+def refuse_prompt_logprobs() -> None:
+    """Let vLLM's front end refuse requests for log-probabilities of the prompt's tokens.
+
+    Most of those tokens never reach the last layers.  The server refuses by itself, but an offline
+    ``LLM`` stops with an assertion (0.26 to 0.29) or returns wrong values (0.30 to 0.33).
+    """
+    from vllm.v1.engine.input_processor import InputProcessor
+
+    stock = InputProcessor.process_inputs
+    if hasattr(stock, "__wrapped__"):
+        return
+
+    @functools.wraps(stock)
+    def process_inputs(
+        self: Any, request_id: str, prompt: Any, params: Any, *args: Any, **kw: Any
+    ) -> Any:
+        wanted = getattr(params, "prompt_logprobs", None)
+        if wanted is not None and self.vllm_config.cache_config.kv_sharing_fast_prefill:
+            raise ValueError(
+                f"prompt_logprobs={wanted}: not available with fast prefill, which gemma-tune has "
+                f"switched on; {settings.FAST_PREFILL_VARIABLE}=0 leaves it off"
+            )
+        return stock(self, request_id, prompt, params, *args, **kw)
+
+    InputProcessor.process_inputs = process_inputs
 
 
 def reason_against(config: Any) -> str | None:
