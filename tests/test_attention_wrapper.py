@@ -11,13 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from vllm_tables import NAME, write_tables
 from vllm_tiny import write_config
 
 from kernel_templates import attention_decode, attention_prefill
 from kernel_templates.attention_problem import AttentionInputs, Problem, attention, draw_inputs
 from kernel_templates.base import KernelCall
-from tuned_configs import TableSet
+from tuned_configs import TableSet, Timing
 from vllm_plugin import attention as wrapped
 from vllm_plugin import contract, settings
 from vllm_plugin.tables import Choices, find_device
@@ -297,6 +298,68 @@ def test_scratch_is_bounded(choices: Choices, monkeypatch: pytest.MonkeyPatch) -
     wrapped.Wrapper(Stock(), choices)(**call_of(inputs))
     assert seen == [16, 4, 1]
     torch.testing.assert_close(inputs.attended, attention(inputs)["attended"], rtol=1e-5, atol=1e-5)
+
+
+def test_counts_measured_as_slower_are_left_to_vllm(choices: Choices) -> None:
+    """Where a kind wins on average and loses at some count (case 40)."""
+    lookup = choices._tables.lookup
+
+    def slower_above(name: str, problem: Any, source: str) -> Any:
+        match = lookup(name, problem, source)
+        assert match is not None
+        if problem["tokens"] <= 100:
+            return match
+        timing = Timing(median=0.5, spread=0.0)
+        return dataclasses.replace(match, entry=match.entry.model_copy(update={"stock_us": timing}))
+
+    choices._tables.lookup = slower_above  # type: ignore[method-assign, assignment]
+    asked = attention_prefill.asked
+    kind = wrapped.Kind(attention_prefill.TEMPLATE, asked, CASES["prefill, full"], choices)
+    assert kind.active
+    assert [count for count in (64, 100, 101, 256, 1000) if kind.config(count)] == [64, 100]
+
+
+class Operators(TorchDispatchMode):
+    """Notes the tensor operators that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_call_waits_for_nothing_and_reads_no_lengths(
+    name: str, choices: Choices, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under capture nothing may wait for the device, and lengths are made up (case 44).
+
+    Two batches that differ only in lengths and contents launch the same; all that touches tensors
+    is scratch.
+    """
+    launched: list[Any] = []
+
+    def keep(self: KernelCall) -> None:
+        plain = {k: v for k, v in self.args.items() if not isinstance(v, torch.Tensor)}
+        launched.append((self.grid, self.num_warps, self.num_stages, plain))
+
+    monkeypatch.setattr(KernelCall, "run", keep)
+    wrapper = wrapped.Wrapper(Stock(), choices)
+    inputs = made(CASES[name])
+    wrapper(**call_of(inputs))
+    once = list(launched)
+    launched.clear()
+    given = call_of(inputs, max_seqlen_k=1)
+    given["seqused_k"] = torch.ones_like(inputs.lengths)
+    with Operators() as operators:
+        wrapper(**given)
+    assert launched == once
+    assert wrapper.served == 2
+    allowed = ("aten.empty.", "aten.split_with_sizes.")
+    assert [each for each in operators.seen if not each.startswith(allowed)] == []
 
 
 @pytest.mark.parametrize(
