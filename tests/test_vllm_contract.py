@@ -81,7 +81,8 @@ def test_a_missing_attribute_or_file_is_a_fault(
     at_hand = folders(request.config)
     if not at_hand:
         pytest.skip("no vLLM here; name unpacked ones with --vllm-sources")
-    for file in {file for file, _, _ in contract.ATTRIBUTES}:
+    others = (contract.UNIFIED_FILE, contract.UNIFIED_CALLER, contract.CONFIG_MAP_FILE)
+    for file in {*others, *(file for file, _, _ in contract.ATTRIBUTES)}:
         target = tmp_path / file
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(at_hand[0] / file, target)
@@ -92,4 +93,32 @@ def test_a_missing_attribute_or_file_is_a_fault(
     assert contract.faults(tmp_path) == [
         "model_executor/layers/layernorm.py: RMSNorm has no variance_epsilon",
         "config/vllm.py is missing",
+    ]
+
+
+def test_another_attention_function_or_call_is_a_fault(tmp_path: Path) -> None:
+    assert contract.attention_faults(tmp_path) == [
+        f"{contract.UNIFIED_FILE} is missing",
+        f"{contract.UNIFIED_CALLER} is missing",
+    ]
+    for file in (contract.UNIFIED_FILE, contract.UNIFIED_CALLER):
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+    names = ", ".join(contract.UNIFIED_ATTENTION)
+    definition, call = tmp_path / contract.UNIFIED_FILE, tmp_path / contract.UNIFIED_CALLER
+    definition.write_text(f"def unified_attention({names}): ...")
+    call.write_text("def forward(): unified_attention(q=1, k=2)")
+    assert contract.attention_faults(tmp_path) == []
+    definition.write_text(f"def unified_attention({names}, new=None): ...")
+    call.write_text("def forward(q): unified_attention(q, k=2)")
+    assert len(contract.attention_faults(tmp_path)) == 2
+
+
+def test_an_architecture_without_config_changes_is_a_fault(tmp_path: Path) -> None:
+    path = tmp_path / contract.CONFIG_MAP_FILE
+    path.parent.mkdir(parents=True)
+    first, *others = contract.ARCHITECTURES
+    entries = ", ".join(f"{name!r}: int" for name in others)
+    path.write_text(f"{contract.CONFIG_MAP}: dict[str, type] = {{{entries}}}")
+    assert contract.config_map_faults(tmp_path) == [
+        f"{contract.CONFIG_MAP_FILE}: {contract.CONFIG_MAP} has no {first}"
     ]

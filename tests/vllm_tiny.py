@@ -211,10 +211,26 @@ def inspect(model: Any) -> dict[str, Any]:
         "plans": plans,
         "linked": linked,
         "linked_for_a_drafter": _linked(model),
-        "used": sorted({name for name, _ in used}),
+        "used": sorted({name for (name, _), config in used.items() if config is not None}),
         "broken": sorted(ops._broken) if ops else [],
         "patched": "vllm_plugin.layers" in sys.modules,
+        "attention": attention_calls(),
+        "fast_prefill": bool(getattr(model.model, "fast_prefill_enabled", False)),
         "loaded": "vllm_plugin" in sys.modules,
+    }
+
+
+def attention_calls() -> dict[str, Any] | None:
+    """What passed through our wrapper of vLLM's attention function; None if it is not there."""
+    module = sys.modules.get("vllm.v1.attention.backends.triton_attn")
+    wrapper = getattr(module, "unified_attention", None)
+    if not hasattr(wrapper, "kinds"):
+        return None
+    kinds = [kind for kind in wrapper.kinds.values() if kind is not None]
+    return {
+        "served": wrapper.served,
+        "delegated": wrapper.delegated,
+        "kinds": sorted(kind.topic for kind in kinds if kind.active),
     }
 
 
@@ -223,14 +239,41 @@ def _linked(model: Any) -> int:
     return sum(getattr(plan, "next_norm", None) is not None for plan in plans)
 
 
+def believe_in_triton() -> None:
+    """Let vLLM on a CPU run its Triton attention, interpreted; before it is imported.
+
+    It takes Triton for usable where a backend is active, and on a CPU asks for one named "cpu".
+    """
+    from types import SimpleNamespace
+
+    from triton.backends import backends
+
+    if "vllm" in sys.modules:
+        raise RuntimeError("vLLM is imported already and has made up its mind about Triton")
+    fake: Any = SimpleNamespace(driver=SimpleNamespace(is_active=lambda: True), compiler=None)
+    backends.setdefault("cpu", fake)
+    from vllm.platforms.cpu import CpuPlatform
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    path = AttentionBackendEnum.TRITON_ATTN.get_path()
+    CpuPlatform.get_attn_backend_cls = classmethod(lambda *_, **__: path)
+    # Its cache update asks without looking at the platform.
+    torch.cuda.get_device_capability = lambda *_: (9, 0)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("model", type=Path)
     parser.add_argument("--eager", action="store_true")
     parser.add_argument("--save", type=Path, help="file for the hidden states of every layer")
     parser.add_argument("--extra", type=json.loads, default={})
+    parser.add_argument(
+        "--triton", action="store_true", help="vLLM's Triton attention, interpreted"
+    )
     parser.add_argument("--break", dest="broken", default="", help="module:attribute that raises")
     arguments = parser.parse_args()
+    if arguments.triton:
+        believe_in_triton()
     if arguments.broken:
         make_raise(arguments.broken)
     result = answer(arguments.model, arguments.eager, arguments.save, arguments.extra)

@@ -60,12 +60,13 @@ def _attach(model: Any, vllm_config: Any, report: Report) -> str:
         settings.log.warning("gemma-tune: %s", fault)
     from vllm.model_executor.models import gemma4
 
-    from . import layers, moe_folder, ops, plan, warmup
+    from . import attention_plan, layers, moe_folder, ops, plan, warmup
 
     unknown = contract.unknown(Path(inspect.getfile(gemma4)).read_text(encoding="utf-8"))
     ops.use(choices)
     planner = plan.Planner(choices, report, vllm_config, unknown)
     planner.plan(model.model)
+    attention_plan.plan(planner.attention, vllm_config, choices, report)
     if getattr(vllm_config.cache_config, "kv_sharing_fast_prefill", False):
         _second_half(model.model, vllm_config, report, unknown.get("second half"))
     report.note(moe_folder.use(choices.device.name, vllm_config))
@@ -110,6 +111,9 @@ def detach(model: Any) -> None:
     layers = sys.modules.get("vllm_plugin.layers")
     if layers is not None:
         layers.unroute()
+    attention = sys.modules.get("vllm_plugin.attention")
+    if attention is not None:
+        attention.remove()
 
 
 def refuse_config(config: Any) -> None:

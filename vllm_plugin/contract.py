@@ -127,10 +127,97 @@ ATTRIBUTES: tuple[tuple[str, str, str], ...] = (
         "num_tokens num_reqs uniform",
     ),
     (
+        "config/vllm.py",
+        "VllmConfig",
+        "attention_config kv_transfer_config parallel_config speculative_config "
+        "try_verify_and_update_config",
+    ),
+    (
+        "config/cache.py",
+        "CacheConfig",
+        "block_size cache_dtype kv_sharing_fast_prefill prefix_match_unit "
+        "user_specified_block_size",
+    ),
+    (
+        "config/attention.py",
+        "AttentionConfig",
+        "backend backend_per_kind",
+    ),
+    (
+        "config/multimodal.py",
+        "MultiModalConfig",
+        "language_model_only get_limit_per_prompt",
+    ),
+    (
+        "model_executor/layers/attention/attention.py",
+        "Attention",
+        "attn_backend kv_sharing_target_layer_name",
+    ),
+    (
+        "v1/engine/input_processor.py",
+        "InputProcessor",
+        "vllm_config process_inputs",
+    ),
+    (
+        "v1/attention/backend.py",
+        "AttentionBackend",
+        "get_name",
+    ),
+    (
         "model_executor/models/registry.py",
         "_LazyRegisteredModel",
         "module_name",
     ),
+)
+
+
+#: Parameters of vLLM's ``unified_attention``, in order, the same in all releases read.
+UNIFIED_ATTENTION: tuple[str, ...] = (
+    "q",
+    "k",
+    "v",
+    "out",
+    "cu_seqlens_q",
+    "max_seqlen_q",
+    "seqused_k",
+    "max_seqlen_k",
+    "softmax_scale",
+    "causal",
+    "window_size",
+    "block_table",
+    "softcap",
+    "q_descale",
+    "k_descale",
+    "v_descale",
+    "seq_threshold_3D",
+    "num_par_softmax_segments",
+    "softmax_segm_output",
+    "softmax_segm_max",
+    "softmax_segm_expsum",
+    "alibi_slopes",
+    "output_scale",
+    "qq_bias",
+    "sinks",
+    "mm_prefix_range",
+    "rswa_prefix_lens",
+    "rswa_window",
+    "use_alibi_sqrt",
+    "kv_quant_mode",
+    "k_scale_cache",
+    "v_scale_cache",
+    "chunk_lookback",
+    "use_td",
+    "mm_prefix_clamp_sliding_window",
+)
+UNIFIED_FILE = "v1/attention/ops/triton_unified_attention.py"
+UNIFIED_CALLER = "v1/attention/backends/triton_attn.py"
+
+#: Where vLLM keeps what each architecture changes in a config, and ours among them.
+CONFIG_MAP_FILE, CONFIG_MAP = "model_executor/models/config.py", "MODELS_CONFIG_MAP"
+ARCHITECTURES = (
+    "Gemma4ForCausalLM",
+    "Gemma4ForConditionalGeneration",
+    "Gemma4UnifiedForConditionalGeneration",
 )
 
 
@@ -214,7 +301,53 @@ def faults(folder: Path) -> list[str]:
             continue
         missing = sorted(set(names.split()) - assigned(path.read_text(encoding="utf-8"), owner))
         lines += [f"{file}: {owner} has no {name}" for name in missing]
+    return lines + attention_faults(folder) + config_map_faults(folder)
+
+
+def attention_faults(folder: Path) -> list[str]:
+    """Where vLLM's attention function, or its call, is not as the wrapper expects."""
+    lines: list[str] = []
+    for file in (UNIFIED_FILE, UNIFIED_CALLER):
+        if not (folder / file).is_file():
+            lines.append(f"{file} is missing")
+    if lines:
+        return lines
+    definition = ast.parse((folder / UNIFIED_FILE).read_text(encoding="utf-8"))
+    found = [
+        tuple(argument.arg for argument in node.args.args)
+        for node in definition.body
+        if isinstance(node, ast.FunctionDef) and node.name == "unified_attention"
+    ]
+    if found != [UNIFIED_ATTENTION]:
+        lines.append(f"{UNIFIED_FILE}: unified_attention has other parameters than known")
+    calls = [
+        node
+        for node in ast.walk(ast.parse((folder / UNIFIED_CALLER).read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Name)
+        and node.func.id == "unified_attention"
+    ]
+    if len(calls) != 1 or calls[0].args or any(each.arg is None for each in calls[0].keywords):
+        lines.append(f"{UNIFIED_CALLER}: unified_attention is not called once, by names")
     return lines
+
+
+def config_map_faults(folder: Path) -> list[str]:
+    """The architectures that vLLM's map of config changes lacks."""
+    path = folder / CONFIG_MAP_FILE
+    if not path.is_file():
+        return [f"{CONFIG_MAP_FILE} is missing"]
+    keys: set[str] = set()
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        value = getattr(node, "value", None)
+        target = getattr(node, "target", None)
+        if isinstance(value, ast.Dict) and getattr(target, "id", "") == CONFIG_MAP:
+            keys |= {str(each.value) for each in value.keys if isinstance(each, ast.Constant)}
+    return [
+        f"{CONFIG_MAP_FILE}: {CONFIG_MAP} has no {name}"
+        for name in ARCHITECTURES
+        if name not in keys
+    ]
 
 
 def main(folders: list[str]) -> int:

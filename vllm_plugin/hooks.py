@@ -31,4 +31,14 @@ def install() -> None:
     if module != "vllm.model_executor.models.gemma4":
         raise LookupError(f"{ARCHITECTURE} is already replaced by {module or registered!r}")
     ModelRegistry.register_model(ARCHITECTURE, MODEL)
+    from . import config_hook
+
+    try:
+        config_hook.install()
+    except Exception as error:
+        settings.log.warning(
+            "gemma-tune: fast prefill and block size are left to vLLM: %s: %s",
+            type(error).__name__,
+            error,
+        )
     settings.log.debug("gemma-tune %s: %s is built by %s", settings.version(), ARCHITECTURE, MODEL)

@@ -46,6 +46,8 @@ class Planner:
         self.dtype = vllm_config.model_config.dtype
         self.name = ops.dtype_name(self.dtype)
         self.linked: list[Any] = []
+        #: The ``Gemma4Attention`` of every layer that was looked at.
+        self.attention: list[Any] = []
 
     def plan(self, model: Any) -> None:
         """Give every module of a ``Gemma4Model`` on this rank that can have one its plan."""
@@ -57,6 +59,7 @@ class Planner:
         for layer in own:
             self._try("gelu_mul", layer.mlp, "mlp", partial(self._mlp, layer.mlp))
             attention = layer.self_attn
+            self.attention.append(attention)
             self._try("qkv_norm_rope", attention, "attention", partial(self._attention, attention))
             self._try("residual_norm", layer, "layer", partial(self._layer, layer, model))
             if getattr(layer, "enable_moe_block", False):

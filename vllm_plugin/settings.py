@@ -12,6 +12,7 @@ log = logging.getLogger("vllm.gemma_tune")
 
 SWITCH_VARIABLE = "GEMMA_TUNE"
 PREDICTED_VARIABLE = "GEMMA_TUNE_PREDICTED"
+FAST_PREFILL_VARIABLE = "GEMMA_TUNE_FAST_PREFILL"
 
 _ON = ("", "1", "on", "true", "yes")
 _OFF = ("0", "off", "false", "no")
@@ -33,6 +34,12 @@ def confirm_asked() -> bool:
 def predicted_allowed() -> bool:
     """Whether entries that no GPU has measured may be used (``GEMMA_TUNE_PREDICTED=1``)."""
     return _flag(PREDICTED_VARIABLE, "0")
+
+
+def fast_prefill_allowed() -> bool:
+    """Whether the plugin may switch vLLM's fast prefill on (``GEMMA_TUNE_FAST_PREFILL=0`` forbids
+    it)."""
+    return _flag(FAST_PREFILL_VARIABLE, "1")
 
 
 def _flag(variable: str, default: str) -> bool:

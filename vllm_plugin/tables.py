@@ -19,7 +19,7 @@ from kernel_templates.base import (
     record_to_dict,
     template,
 )
-from tuned_configs import Entry, TableSet, problem_key
+from tuned_configs import Entry, Match, TableSet, problem_key
 from tuned_configs.keys import BUCKET
 from tuned_configs.roots import roots
 
@@ -107,17 +107,38 @@ class Choices:
         if borrowed is not None:
             values |= borrowed
         match = self._tables.lookup(kernel.name, values, kernel.source_hash)
-        if match is not None:
-            try:
-                return record_from_dict(kernel.config, match.config)
-            except ValueError as error:
-                settings.warn_once(
-                    f"config {kernel.name}",
-                    "gemma-tune: %s: %s; the default config is used",
-                    match.path,
-                    error,
-                )
-        return kernel.default(problem, self.device)
+        config = self._config_of(kernel, match)
+        return kernel.default(problem, self.device) if config is None else config
+
+    def faster(self, kernel: KernelTemplate[Any, Any], problem: Any) -> Any:
+        """The tuned config, None where there is none or it was measured slower than stock.
+
+        For a kernel that has vLLM's own to fall back on.
+        """
+        key = (kernel.name, problem)
+        if key not in self._configs:
+            values = record_to_dict(problem)
+            match = self._tables.lookup(kernel.name, values, kernel.source_hash)
+            entry = None if match is None else match.entry
+            if entry is not None and entry.time_us is not None and entry.stock_us is not None:
+                match = match if entry.time_us.median <= entry.stock_us.median else None
+            self._configs[key] = self._config_of(kernel, match)
+        return self._configs[key]
+
+    @staticmethod
+    def _config_of(kernel: KernelTemplate[Any, Any], match: Match | None) -> Any:
+        if match is None:
+            return None
+        try:
+            return record_from_dict(kernel.config, match.config)
+        except ValueError as error:
+            settings.warn_once(
+                f"config {kernel.name}",
+                "gemma-tune: %s: %s; it is not used",
+                match.path,
+                error,
+            )
+            return None
 
     def tuned_counts(self, name: str) -> set[int]:
         """Every token count that a table of this template has an entry for."""
