@@ -119,7 +119,7 @@ def test_exception_in_planning_one_kind_leaves_the_others(
 
 
 @pytest.mark.parametrize(
-    "where", ["kernel_templates.base:KernelTemplate.launch", "vllm_plugin.tables:Choices.config"]
+    "where", ["kernel_templates.launcher:Launcher.launch", "vllm_plugin.tables:Choices.config"]
 )
 def test_kernel_that_cannot_run_is_replaced(
     vllm_place: Path, vllm_stock: dict[str, Ran], where: str

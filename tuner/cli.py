@@ -403,6 +403,7 @@ def _roots(configs: Path | None) -> list[Path]:
 
 
 app.command()(cli_serving.bench)
+app.command()(cli_serving.verify)
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""``gemma-tune bench``: stock and tuned vLLM side by side.  vLLM runs in child processes alone."""
+"""``gemma-tune bench`` and ``verify``: stock and tuned vLLM side by side, in child processes."""
 
 from __future__ import annotations
 
@@ -148,4 +148,70 @@ def bench(
     except ImportError:
         LOG.print("no plot: matplotlib is not installed (the `plots` extra)")
     if result.failed:
+        raise typer.Exit(FAILED)
+
+
+def verify(
+    model: Annotated[
+        str, typer.Option(help="Preset, config.json (weights are drawn) or a checkpoint's folder.")
+    ] = "e2b",
+    backend: Annotated[
+        str | None,
+        typer.Option(
+            help="Attention backend, for example TRITON_ATTN.", show_default="vLLM's choice"
+        ),
+    ] = None,
+    layers: Annotated[
+        int | None, typer.Option(min=1, help="Only so many layers.", show_default="all")
+    ] = None,
+    dtype: Annotated[
+        str, typer.Option(help="Of stock and tuned; the truth is float32.")
+    ] = "bfloat16",
+    steps: Annotated[int, typer.Option(min=0, help="Decode steps after the prompts.")] = 8,
+    kv_gib: Annotated[float, typer.Option(min=0.01, help="KV cache of each engine, GiB.")] = 4.0,
+    out: Annotated[Path, typer.Option(help="Folder of the report and the engines' logs.")] = Path(
+        "verify"
+    ),
+) -> None:
+    """Check tuned answers against float32, layer by layer: no worse than stock's?
+
+    Exit codes: 0 no worse anywhere; 1 worse somewhere, or nothing was tuned; 2 usage; 3 no vLLM.
+    """
+    from vllm_plugin.serving.engine import EngineFailed
+    from vllm_plugin.serving.verify import LENGTHS
+    from vllm_plugin.serving.verify import verify as run
+    from vllm_plugin.serving.verify_report import lines, verify_table
+
+    require_vllm()
+    out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="gemma-tune-") as made:
+        folder, drawn = model_folder(model, Path(made) / "model", layers, dtype)
+        shape = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
+        text = shape.get("text_config") or shape
+        most = int(text.get("max_position_embeddings") or 2**30) - steps - 1
+        lengths = tuple(length for length in LENGTHS if length <= most)
+        settings: dict[str, Any] = {
+            "model": folder,
+            "max_model_len": max(lengths) + steps + 1,
+            "max_num_seqs": len(lengths),
+            "max_num_batched_tokens": 1024,
+            "enable_prefix_caching": False,
+            "gpu_memory_utilization": 0.02,
+            "kv_cache_memory_bytes": int(kv_gib * 2**30),
+            **({"load_format": "dummy"} if drawn else {}),
+        }
+        try:
+            verdict = run(
+                model, settings, dtype, backend, int(text["vocab_size"]), steps, Path(made),
+                say=lambda line: LOG.print(line, soft_wrap=True), lengths=lengths,
+            )  # fmt: skip
+        except (EngineFailed, ValueError) as error:
+            fail(str(error), FAILED)
+    path = out / "verify.json"
+    path.write_text(verdict.model_dump_json(indent=1) + "\n", encoding="utf-8")
+    OUT.print(verify_table(verdict))
+    for line in lines(verdict):
+        OUT.print(line, soft_wrap=True)
+    LOG.print(f"wrote {path}", soft_wrap=True)
+    if not verdict.good:
         raise typer.Exit(FAILED)

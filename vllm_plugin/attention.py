@@ -22,6 +22,7 @@ import torch
 from kernel_templates import attention_decode, attention_prefill
 from kernel_templates.attention_decode import DecodeInputs, scratch_sizes
 from kernel_templates.attention_problem import KV_DTYPES, AttentionInputs, Problem
+from kernel_templates.launcher import Launcher
 
 from . import ops, settings
 from .contract import UNIFIED_ATTENTION
@@ -59,6 +60,9 @@ UNSEEN: Any = object()
 _KV_NAMES = {dtype: name for name, dtype in KV_DTYPES.items()}
 
 
+_launcher = Launcher()
+
+
 class Kind:
     """One kind of layer in one phase: its configs by token count, or why vLLM serves it.
 
@@ -73,7 +77,6 @@ class Kind:
         self._configs: dict[int, Any] = {}
         decision = choices.decide(kernel.name, asked(shape))
         self.active, self.reason = decision.active, decision.reason
-        self._tried: set[Any] = set()
 
     def config(self, count: int) -> Any:
         """The config for so many tokens (decode: sequences), None where stock is faster."""
@@ -85,13 +88,8 @@ class Kind:
         return self._configs[count]
 
     def launch(self, inputs: Any, config: Any) -> None:
-        """Run the kernel; what does not change from call to call is checked once per config."""
-        if config in self._tried:
-            for call in self.kernel.calls(inputs, config):
-                call.run()
-        else:
-            self.kernel.launch(inputs, config)
-            self._tried.add(config)
+        """Run the kernel; what follows from the operands' layout is worked out once."""
+        _launcher.launch(self.kernel, inputs, config)
 
     def give_up(self, error: Exception) -> None:
         """Leave this kind to vLLM for the rest of the process, with one WARNING."""

@@ -94,10 +94,12 @@ def plan(layers: Sequence[Any], vllm_config: Any, choices: Choices, report: Repo
     Never raises: attention is left to vLLM with the reason.
     """
     try:
-        if _decide(layers, vllm_config, choices, report):
-            from . import attention
+        served = _decide(layers, vllm_config, choices, report)
+        if served:
+            from . import attention, attention_warmup
 
             attention.install(choices)
+            attention_warmup.register(served, choices)
     except Exception as error:
         reason = (
             str(error) if isinstance(error, LookupError) else f"{type(error).__name__}: {error}"
@@ -109,13 +111,17 @@ def plan(layers: Sequence[Any], vllm_config: Any, choices: Choices, report: Repo
         report.add(Decision("attention", "all layers", False, reason))
 
 
-def _decide(layers: Sequence[Any], vllm_config: Any, choices: Choices, report: Report) -> bool:
-    any_active = False
+def _decide(
+    layers: Sequence[Any], vllm_config: Any, choices: Choices, report: Report
+) -> list[tuple[Any, Problem]]:
+    """The templates that serve, each with the kind of layer."""
+    served: dict[tuple[Any, Problem], None] = {}
     for problem in problems(layers, vllm_config):
         if isinstance(problem, str):
             report.add(Decision("attention", "backend", False, problem))
             continue
         for template in (attention_prefill, attention_decode):
             decision = choices.decide(template.TEMPLATE.name, template.asked(problem))
-            any_active |= report.add(decision)
-    return any_active
+            if report.add(decision):
+                served[template, problem] = None
+    return list(served)

@@ -33,7 +33,8 @@ class Limits:
     sequences: int
 
 
-Work = Callable[[Limits], None]
+#: Returns the kernels that it asked for, None where they are counted as operators.
+Work = Callable[[Limits], int | None]
 _registered: list[Work] = []
 
 
@@ -74,7 +75,7 @@ def run(model: Any, choices: Choices, vllm_config: Any) -> Done:
     with _compiling(choices, done):
         for work in [*operators(model, choices, limits), *_registered]:
             try:
-                work(limits)
+                done.kernels += work(limits) or 0
             except Exception as error:
                 settings.warn_once(
                     f"warm-up {error}",

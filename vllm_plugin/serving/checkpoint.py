@@ -15,6 +15,9 @@ from typing import Any
 
 import torch
 
+#: Elements drawn at once: a table of per-layer embeddings has 2.3 billion.
+MOST_DRAWN = 2**28
+
 #: What vLLM's configs want beside the shapes.
 _USUAL: Mapping[str, Any] = {
     "tie_word_embeddings": True,
@@ -66,17 +69,12 @@ def seed_weights(seed: int = 0) -> None:
 
     Equal for equal names and shapes, whatever the order of modules or the plugin changes.
     """
-    from vllm.model_executor.model_loader import dummy_loader
+    from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 
-    def initialise(module: Any, *_: Any, **__: Any) -> None:
-        # The loader comes with the whole model first, then with every module of it.
-        if "_gemma_tune_seeded" in module.__dict__:
-            return
-        for each in module.modules():
-            each.__dict__["_gemma_tune_seeded"] = True
-        draw(module, seed)
+    def load_weights(self: Any, model: torch.nn.Module, *_: Any, **__: Any) -> None:
+        draw(model, seed)
 
-    dummy_loader.initialize_dummy_weights = initialise
+    DummyModelLoader.load_weights = load_weights
 
 
 def draw(model: torch.nn.Module, seed: int) -> None:
@@ -91,7 +89,12 @@ def draw(model: torch.nn.Module, seed: int) -> None:
             generator = torch.Generator(device=parameter.device)
             generator.manual_seed(zlib.crc32(name.encode()) + seed)
             mean, deviation = moments(name, tuple(parameter.shape))
-            parameter.data.normal_(mean, deviation, generator=generator)
+            # Values of bfloat16 whatever the parameter's type: a float32 model has equal weights.
+            for part in parameter.data.split(
+                max(1, MOST_DRAWN * len(parameter) // parameter.numel())
+            ):
+                drawn = torch.empty_like(part, dtype=torch.bfloat16)
+                part.copy_(drawn.normal_(mean, deviation, generator=generator))
 
 
 def moments(name: str, shape: tuple[int, ...]) -> tuple[float, float]:

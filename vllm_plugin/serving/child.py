@@ -95,9 +95,13 @@ class Server:
         }
 
     def serve(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """``run`` or ``profile`` a workload."""
+        """``run`` or ``profile`` a workload, or ``record`` what layers return."""
         if request["do"] == "profile":
             return self._profile(request)
+        if request["do"] == "record":
+            from .record import record
+
+            return record(self._llm, request)
         return self._run(request)
 
     def _run(self, request: Mapping[str, Any]) -> dict[str, Any]:

@@ -242,7 +242,7 @@ def plot(result: Result, path: Path) -> None:
 
     variants = list(dict.fromkeys(row.variant for row in result.rows))
     workloads = list(dict.fromkeys(row.workload for row in result.rows))
-    figure = Figure(figsize=(1.5 + 1.8 * len(workloads), 4), layout="constrained")
+    figure: Any = Figure(figsize=(1.5 + 1.8 * len(workloads), 4), layout="constrained")
     axes = figure.subplots()
     width = 0.8 / max(1, len(variants))
     for index, variant in enumerate(variants):
