@@ -226,6 +226,29 @@ def test_counts_outside_the_tables_are_left_to_vllm(choices: Choices) -> None:
     assert kind.config(5000) is None
 
 
+def test_several_queries_are_a_kind_of_their_own(
+    choices: Choices, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their tile of rows is larger, so the tile of keys and the stages shrink to fit (case 22)."""
+    rows = dataclasses.replace(choices.device, shared_per_block=100 * 1024)
+    monkeypatch.setattr(choices, "device", rows)
+    tuned = attention_decode.Config(tile=64, splits=4, num_warps=4, num_stages=3)
+    monkeypatch.setattr(choices, "faster", lambda *_: tuned)
+    launched: list[Any] = []
+    monkeypatch.setattr(
+        wrapped.Kind, "launch", lambda _, inputs, config: launched.append((inputs.max_new, config))
+    )
+    wrapper = wrapped.Wrapper(Stock(), choices)
+    for queries in (1, 2, 3, 4, 5, 7, 8):
+        wrapper(**call_of(made(problem(3 * queries, queries, 70, **FULL))))
+    assert [new for new, _ in launched] == [1, 2, 4, 4, 8, 8, 8]
+    assert len(wrapper.kinds) == 4
+    assert launched[0][1] == tuned
+    for _, config in launched[1:]:
+        assert config.splits == tuned.splits
+        assert config.tile * config.num_stages < tuned.tile * tuned.num_stages
+
+
 def test_a_kernel_that_fails_is_replaced_once_and_for_all(
     choices: Choices, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -20,7 +20,8 @@ from typing import Any
 import torch
 
 from kernel_templates import attention_decode, attention_prefill
-from kernel_templates.attention_decode import DecodeInputs, scratch_sizes
+from kernel_templates.attention_decode import DecodeInputs, rows_per_program, scratch_sizes
+from kernel_templates.attention_limits import fitting
 from kernel_templates.attention_problem import KV_DTYPES, AttentionInputs, Problem
 from kernel_templates.launcher import Launcher
 
@@ -33,6 +34,9 @@ NAME = "unified_attention"
 
 #: A sequence of more queries is a prompt's: vLLM itself splits the keys of up to so many (0.33).
 MOST_QUERIES = 8
+
+#: The most queries of a sequence, rounded up: each value is a binary of its own.
+ROUNDED_QUERIES = (1, 1, 2, 4, 4, 8, 8, 8, 8)
 
 #: Float32 elements of scratch that a launch may take, 128 MiB: vLLM measures the memory that is
 #: left for the cache before any attention has run.
@@ -66,13 +70,18 @@ _launcher = Launcher()
 class Kind:
     """One kind of layer in one phase: its configs by token count, or why vLLM serves it.
 
-    ``shape`` is a problem of the kind; its counts do not matter.
+    ``shape`` is a problem of the kind; its counts do not matter.  ``queries`` is the most of a
+    sequence in decode, 0 in prefill.  Decode of several queries is a kind of its own: it takes
+    more of the GPU, and a failure there must not take decode of one query with it.
     """
 
-    def __init__(self, kernel: Any, asked: Any, shape: Problem, choices: Choices) -> None:
+    def __init__(
+        self, kernel: Any, asked: Any, shape: Problem, choices: Choices, queries: int = 0
+    ) -> None:
         self.kernel, self.shape = kernel, shape
-        self.decode = kernel is attention_decode.TEMPLATE
+        self.queries, self.decode = queries, queries > 0
         self.topic = f"{kernel.name} {kernel.describe(asked(shape))}"
+        self.topic += f", up to {queries} queries" if queries > 1 else ""
         self._asked, self._choices = asked, choices
         self._configs: dict[int, Any] = {}
         decision = choices.decide(kernel.name, asked(shape))
@@ -84,8 +93,20 @@ class Kind:
         if count not in self._configs:
             queries = 1 if self.decode else attention_prefill.QUERIES
             problem = dataclasses.replace(self.shape, tokens=count, queries=queries)
-            self._configs[count] = self._choices.faster(self.kernel, self._asked(problem))
+            config = self._choices.faster(self.kernel, self._asked(problem))
+            if config is not None and self.queries > 1:
+                config = self._fitting(config)
+            self._configs[count] = config
         return self._configs[count]
+
+    def _fitting(self, config: Any) -> Any:
+        """A config tuned for one query, with a tile and stages that several leave room for."""
+        problem = dataclasses.replace(self.shape, queries=self.queries)
+        rows = rows_per_program(problem.group * self.queries, problem.head_dim)
+        tile, warps, stages = fitting(
+            problem, rows, config.tile, config.num_warps, config.num_stages, self._choices.device
+        )
+        return dataclasses.replace(config, tile=tile, num_warps=warps, num_stages=stages)
 
     def launch(self, inputs: Any, config: Any) -> None:
         """Run the kernel; what follows from the operands' layout is worked out once."""
@@ -134,18 +155,19 @@ class Wrapper:
         for name, wanted in PLAIN:
             if kw.get(name) is not wanted:
                 return False
-        q, k, decode = kw["q"], kw["k"], kw["max_seqlen_q"] <= MOST_QUERIES
+        q, k, new = kw["q"], kw["k"], kw["max_seqlen_q"]
+        queries = ROUNDED_QUERIES[new] if new <= MOST_QUERIES else 0
         _, heads, head_dim = q.shape
         _, block_size, kv_heads, _ = k.shape
         # With the flags, so that a call whose flags differ is another kind, which is not served.
         key = (
-            heads, kv_heads, head_dim, block_size, q.dtype, k.dtype, decode, len(kw),
+            heads, kv_heads, head_dim, block_size, q.dtype, k.dtype, queries, len(kw),
             kw["window_size"][0], kw["softcap"], kw["causal"] is True,
             kw.get("kv_quant_mode", 0), kw.get("chunk_lookback", -1), kw.get("use_td", False),
         )  # fmt: skip
         kind = self.kinds.get(key, UNSEEN)
         if kind is UNSEEN:
-            kind = self.kinds[key] = self._kind_or_none(kw, decode)
+            kind = self.kinds[key] = self._kind_or_none(kw, queries)
         if kind is None or not kind.active:
             return False
         try:
@@ -154,9 +176,9 @@ class Wrapper:
             kind.give_up(error)
             return False
 
-    def _kind_or_none(self, kw: dict[str, Any], decode: bool) -> Kind | None:
+    def _kind_or_none(self, kw: dict[str, Any], queries: int) -> Kind | None:
         try:
-            return self._kind(kw, decode)
+            return self._kind(kw, queries)
         except Exception as error:
             settings.warn_once(
                 "attention kinds",
@@ -166,7 +188,7 @@ class Wrapper:
             )
             return None
 
-    def _kind(self, kw: dict[str, Any], decode: bool) -> Kind | None:
+    def _kind(self, kw: dict[str, Any], queries: int) -> Kind | None:
         """What serves calls like this one, None for vLLM."""
         q, k, v = kw["q"], kw["k"], kw["v"]
         plain = (
@@ -182,7 +204,7 @@ class Wrapper:
         if not plain:
             return None
         window = kw["window_size"][0]
-        template = attention_decode if decode else attention_prefill
+        template = attention_decode if queries else attention_prefill
         shape = Problem(
             tokens=1,
             queries=1,
@@ -196,7 +218,7 @@ class Wrapper:
             dtype=ops.dtype_name(q.dtype),
             kv_dtype="same" if k.dtype == q.dtype else _KV_NAMES[k.dtype],
         )
-        kind = Kind(template.TEMPLATE, template.asked, shape, self.choices)
+        kind = Kind(template.TEMPLATE, template.asked, shape, self.choices, queries)
         settings.log.debug(
             "gemma-tune: %s: %s%s",
             kind.topic,
@@ -218,7 +240,7 @@ class Wrapper:
             k_scale, v_scale = kw["k_descale"], kw["v_descale"]
             if not (one_scale(k_scale) and one_scale(v_scale)):
                 return False
-        new = kw["max_seqlen_q"]
+        new = kind.queries or kw["max_seqlen_q"]
         operands = (
             q, kw["k"], kw["v"], table, kw["cu_seqlens_q"], lengths, new, kind.shape.window,
             kw["softmax_scale"], kind.shape.softcap, k_scale, v_scale, kw["out"],

@@ -75,7 +75,9 @@ def run(model: Any, choices: Choices, vllm_config: Any) -> Done:
     with _compiling(choices, done):
         for work in [*operators(model, choices, limits), *_registered]:
             try:
-                done.kernels += work(limits) or 0
+                # Operators count while they are at work, so the sum is read afterwards.
+                made = work(limits) or 0
+                done.kernels += made
             except Exception as error:
                 settings.warn_once(
                     f"warm-up {error}",

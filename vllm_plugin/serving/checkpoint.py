@@ -80,7 +80,8 @@ def seed_weights(seed: int = 0) -> None:
 def draw(model: torch.nn.Module, seed: int) -> None:
     """Fill every parameter in place; buffers (scales, tables of cosines) keep what they hold.
 
-    Matrices N(0, 1 / fan in), embeddings N(0, 0.02), norms and scales N(1, 0.1).
+    Matrices N(0, 1 / fan in), embeddings N(0, 0.02), norms and scales N(1, 0.1), the norms of Q and
+    K so that scores have a deviation of 1.
     """
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -101,6 +102,10 @@ def moments(name: str, shape: tuple[int, ...]) -> tuple[float, float]:
     """Mean and standard deviation of a weight, by its name and shape."""
     if "embed_tokens" in name:
         return 0.0, 0.02
+    if name.endswith(("q_norm.weight", "k_norm.weight")):
+        # Gemma 4 scales scores by 1: with weights of 1 each query would attend to a single key, and
+        # the smallest rounding would choose another one.
+        return shape[0] ** -0.25, 0.1 * shape[0] ** -0.25
     if len(shape) < 2:
         return 1.0, 0.1
     return 0.0, float(shape[-1]) ** -0.5

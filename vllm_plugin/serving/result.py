@@ -221,18 +221,21 @@ def _gpu_time(result: Result) -> Iterator[str]:
             for path, used in each["paths"].items():
                 paths[path] = max(paths.get(path, 0.0), used["us"])
         for path in sorted(paths, key=lambda name: -paths[name]):
-            cells = [each["paths"].get(path) for each in tables]
+            found = [each["paths"].get(path) for each in tables]
             shown = [
-                f"{cell['us'] / 1e3:.2f} ({cell['launches']:.0f})" if cell else "-"
-                for cell in cells
+                f"{used['us'] / 1e3:.2f} ({used['launches']:.0f})" if used else "-"
+                for used in found
             ]
             yield f"| {path} | {' | '.join(shown)} |"
-        for name, value in (
-            ("busy", lambda each: f"{each['busy_us'] / 1e3:.2f} ({each['launches']})"),
-            ("idle", lambda each: f"{(each['wall_us'] - each['busy_us']) / 1e3:.2f}"),
-            ("kernels a step", lambda each: f"{each['launches'] / max(1, each['steps']):.0f}"),
+        for name, cells in (
+            ("busy", [f"{each['busy_us'] / 1e3:.2f} ({each['launches']})" for each in tables]),
+            ("idle", [f"{(each['wall_us'] - each['busy_us']) / 1e3:.2f}" for each in tables]),
+            (
+                "kernels a step",
+                [f"{each['launches'] / max(1, each['steps']):.0f}" for each in tables],
+            ),
         ):
-            yield f"| **{name}** | {' | '.join(value(each) for each in tables)} |"
+            yield f"| **{name}** | {' | '.join(cells)} |"
         yield ""
 
 
@@ -242,7 +245,7 @@ def plot(result: Result, path: Path) -> None:
 
     variants = list(dict.fromkeys(row.variant for row in result.rows))
     workloads = list(dict.fromkeys(row.workload for row in result.rows))
-    figure: Any = Figure(figsize=(1.5 + 1.8 * len(workloads), 4), layout="constrained")
+    figure = Figure(figsize=(1.5 + 1.8 * len(workloads), 4), layout="constrained")
     axes = figure.subplots()
     width = 0.8 / max(1, len(variants))
     for index, variant in enumerate(variants):
