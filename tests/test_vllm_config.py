@@ -333,6 +333,30 @@ def test_blocks_stay_as_the_config_wants(
     assert reason in str(block_size.reason_against(given))
 
 
+def test_shapes_that_transformers_gives_layer_by_layer() -> None:
+    """Newer transformers raise for a value of the whole model that differs between layers."""
+
+    class PerLayer(SimpleNamespace):
+        @property
+        def head_dim(self) -> int:
+            raise AttributeError("'head_dim' is a per-layer attribute")
+
+    old = config()
+    kinds = old.model_config.hf_text_config.layer_types
+    old.model_config.hf_text_config = PerLayer(
+        layer_types=kinds,
+        num_attention_heads=8,
+        sliding_window=512,
+        per_layer_config=[
+            SimpleNamespace(num_key_value_heads=1, head_dim=512 if kind[0] == "f" else 256)
+            for kind in kinds
+        ],
+    )
+    assert problem_kinds(block_size._shape(old), [16]) == problem_kinds(
+        block_size._shape(config()), [16]
+    )
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_shapes_are_those_of_a_rank(ranks: int) -> None:
     """The 26B: 8 and 2 KV heads, never less than one on a rank (case 28)."""

@@ -105,22 +105,34 @@ def _shape(config: Any) -> Any:
     """What ``problem_kinds`` reads of a model, per tensor-parallel rank."""
     text, ranks = config.model_config.hf_text_config, config.parallel_config.tensor_parallel_size
     layers = []
-    for kind in text.layer_types:
+    for index, kind in enumerate(text.layer_types):
         full = kind == "full_attention"
-        kv_heads = text.num_key_value_heads
-        if full and getattr(text, "attention_k_eq_v", False):
-            kv_heads = getattr(text, "num_global_key_value_heads", None) or kv_heads
+        kv_heads, head_dim = _heads(text, index, full)
         layers.append(
             SimpleNamespace(
                 query_heads=text.num_attention_heads // ranks,
                 kv_heads=max(1, kv_heads // ranks),
-                head_dim=(getattr(text, "global_head_dim", None) if full else None)
-                or text.head_dim,
+                head_dim=head_dim,
                 window=None if full else text.sliding_window,
             )
         )
     names = {dtype: name for name, dtype in DTYPES.items()}
     return SimpleNamespace(layers=layers, dtype=names[config.model_config.dtype])
+
+
+def _heads(text: Any, index: int, full: bool) -> tuple[int, int]:
+    """KV heads and head dim of a layer.
+
+    Newer transformers give them layer by layer, and raise for what differs between layers.
+    """
+    layers = getattr(text, "per_layer_config", None)
+    if layers is not None:
+        return layers[index].num_key_value_heads, layers[index].head_dim
+    kv_heads = text.num_key_value_heads
+    if full and getattr(text, "attention_k_eq_v", False):
+        kv_heads = getattr(text, "num_global_key_value_heads", None) or kv_heads
+    head_dim = (getattr(text, "global_head_dim", None) if full else None) or text.head_dim
+    return kv_heads, head_dim
 
 
 def _entries(tables: TableSet, kernel: Any, kind: dict[str, Any]) -> Iterator[tuple[Entry, float]]:
