@@ -18,7 +18,7 @@ from tuned_configs import roots
 from tuned_configs.faults import TableError
 from tuned_configs.lint import lint
 from tuned_configs.store import read_table
-from tuner import cli, compile, queries
+from tuner import cli, compile, console, queries
 from tuner.model import PRESET_FOLDER, ModelConfigError, load_model
 from tuner.run import Settings, Tuner
 from tuner.search import ProblemSearch, StorageError, open_storage
@@ -43,7 +43,7 @@ def test_token_counts_up_to_the_limit() -> None:
 def test_budgets_have_a_limit(text: str) -> None:
     """An infinite budget broke the live panel: no integer is infinite."""
     with pytest.raises(BadParameter):
-        cli.seconds_of(text)
+        console.seconds_of(text)
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def test_budgets_have_a_limit(text: str) -> None:
 def test_numbers_out_of_range(words: list[str]) -> None:
     """Workers were made until the memory was full; NumPy takes no such seed."""
     found = CliRunner().invoke(cli.app, ["--gpu", "a100", "--measure", "never", *words])
-    assert found.exit_code == cli.USAGE
+    assert found.exit_code == console.USAGE
 
 
 @pytest.mark.parametrize("name", ["a" * 300, "x/" * 3000])
@@ -64,7 +64,7 @@ def test_out_that_no_file_system_takes(
     found = CliRunner().invoke(
         cli.app, ["--gpu", "a100", "--measure", "never", "--model", "e2b", "--out", name]
     )
-    assert found.exit_code == cli.USAGE
+    assert found.exit_code == console.USAGE
     assert "cannot be written here" in " ".join(found.output.split())
 
 
@@ -95,7 +95,7 @@ def test_output_to_a_full_disk() -> None:
     """Rich's traceback was shown."""
     with open("/dev/full", "w") as full:
         done = run_main(["list"], stdout=full)
-    assert done.returncode == cli.FAILED
+    assert done.returncode == console.FAILED
     assert "No space left on device" in done.stderr
     assert "Traceback" not in done.stderr
 
@@ -105,7 +105,7 @@ def test_names_that_the_terminal_cannot_show() -> None:
     environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
     name = os.fsdecode("é-".encode() + b"\xff")
     done = run_main(["lint", name], stdout=subprocess.PIPE, env=environment)
-    assert done.returncode == cli.FAILED
+    assert done.returncode == console.FAILED
     assert "no such file or folder" in done.stdout
     assert "Traceback" not in done.stderr
 

@@ -312,6 +312,24 @@ def test_drawn_weights_follow_names_alone() -> None:
     assert not torch.equal(one.state_dict()["proj.weight"], other.state_dict()["proj.weight"])
 
 
+def test_values_that_are_keys_are_drawn_as_such() -> None:
+    from types import SimpleNamespace
+
+    import torch
+
+    class Attention(torch.nn.Module):
+        def __init__(self, sliding: bool) -> None:
+            super().__init__()
+            self.config = SimpleNamespace(attention_k_eq_v=True)
+            self.is_sliding, self.q_size, self.kv_size = sliding, 8, 4
+            self.qkv_proj = torch.nn.Linear(16, 16, bias=False)
+
+    full, sliding = Attention(False), Attention(True)
+    checkpoint.draw(torch.nn.ModuleList([full, sliding]), 0)
+    assert torch.equal(full.qkv_proj.weight[8:12], full.qkv_proj.weight[12:])
+    assert not torch.equal(sliding.qkv_proj.weight[8:12], sliding.qkv_proj.weight[12:])
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 from kernel_templates.base import templates
 from tuned_configs import roots
 from tuned_configs.store import read_table
-from tuner import __version__, cli
+from tuner import __version__, cli, console
 from tuner.device import ProbeResult, known_gpus
 from tuner.model import preset_names
 
@@ -51,8 +51,8 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.delenv("GEMMA_TUNE_CONFIGS", raising=False)
     monkeypatch.setattr(roots, "shipped_root", lambda: tmp_path / "shipped")
     monkeypatch.setattr(cli, "probe", lambda: ProbeResult(reason="the test has none"))
-    for console in (cli.OUT, cli.LOG):
-        monkeypatch.setattr(console, "_width", 400)
+    for printer in (console.OUT, console.LOG):
+        monkeypatch.setattr(printer, "_width", 400)
     return tmp_path
 
 
@@ -584,4 +584,4 @@ def test_counts(text: str, counts: tuple[int, ...]) -> None:
     ("text", "seconds"), [("90", 90), ("90s", 90), (" 10m ", 600), ("1.5h", 5400), ("0.5s", 0.5)]
 )
 def test_durations(text: str, seconds: float) -> None:
-    assert cli.seconds_of(text) == seconds
+    assert console.seconds_of(text) == seconds

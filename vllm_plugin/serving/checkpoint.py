@@ -96,6 +96,22 @@ def draw(model: torch.nn.Module, seed: int) -> None:
             ):
                 drawn = torch.empty_like(part, dtype=torch.bfloat16)
                 part.copy_(drawn.normal_(mean, deviation, generator=generator))
+        tie_values(model)
+
+
+def tie_values(model: torch.nn.Module) -> None:
+    """Give layers whose values are their keys (26B, full attention) equal rows for both, as vLLM
+    does when it loads a checkpoint, which has the keys' alone."""
+    for module in model.modules():
+        config, projection = getattr(module, "config", None), getattr(module, "qkv_proj", None)
+        if projection is None or getattr(module, "is_sliding", True):
+            continue
+        if getattr(config, "attention_k_eq_v", False):
+            rows, keys = (
+                projection.weight.data,
+                slice(module.q_size, module.q_size + module.kv_size),
+            )
+            rows[keys.stop :].copy_(rows[keys])
 
 
 def moments(name: str, shape: tuple[int, ...]) -> tuple[float, float]:
