@@ -88,6 +88,19 @@ def test_noise_of_few_rows_is_no_failure_and_that_of_many_is_none() -> None:
     assert not made(100_000)
 
 
+def test_one_wrong_row_among_many_is_found() -> None:
+    """Its error is about as large as the standard error that it causes."""
+    draw = torch.Generator().manual_seed(5)
+    truth = torch.randn(791, 64, generator=draw)
+    stock, tuned = (truth + 0.004 * torch.randn(791, 64, generator=draw) for _ in range(2))
+    sides = [{"layer 0": [each]} for each in (truth, stock, tuned)]
+    assert compare(*sides)[0].good
+    tuned[400] = torch.randn(64, generator=draw)
+    place = compare(*sides)[0]
+    assert place.tuned_rms <= place.allowed_rms
+    assert not place.good
+
+
 def test_nan_is_never_good() -> None:
     broken = states(0.01, 3)
     broken["layer 10"][0][3, 5] = torch.nan

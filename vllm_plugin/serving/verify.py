@@ -6,7 +6,8 @@ batch, then decode steps that are told which token comes next, so that a differe
 not carried into other tokens.
 
 The rule: in no layer, and in no logits, may tuned's RMS error be above 1.1 times stock's by more
-than three standard errors over rows, and where the truth is clear its first choice must be ours.
+than three standard errors over rows, nor that of its worst row above twice that of stock's worst;
+and where the truth is clear its first choice must be ours.
 Where stock itself is far from the truth nothing can be said, and that is no pass.
 """
 
@@ -28,6 +29,8 @@ from .engine import Engine
 MOST, FLOOR = 1.1, 3e-5
 #: Standard errors that count as noise.
 ERRORS = 3
+#: Tuned's worst row over stock's worst, at most: a wrong row among hundreds is its own noise.
+MOST_WORST = 2.0
 #: Stock's error from which nothing is comparable: rows in another order, a broken reference.
 UNRELATED = 0.5
 START_SECONDS, ANSWER_SECONDS = 900.0, 600.0
@@ -50,7 +53,7 @@ class Place(BaseModel):
     """A layer or the logits, in the prompts' step or in decode steps.
 
     Errors are relative to the RMS of the truth there; ``allowed_rms`` is what the rule lets tuned's
-    be; ``top`` counts rows of logits whose first
+    be; ``worst`` is the RMS error of the row with the largest; ``top`` counts rows of logits whose first
     choice is the truth's, of ``clear`` ones where the truth's lead is beyond stock's own error.
     """
 
@@ -61,6 +64,8 @@ class Place(BaseModel):
     stock_rms: float
     tuned_rms: float
     allowed_rms: float
+    stock_worst: float
+    tuned_worst: float
     stock_max: float
     tuned_max: float
     rows: int
@@ -71,7 +76,11 @@ class Place(BaseModel):
     @property
     def good(self) -> bool:
         """Whether the rule holds here; NaN never does."""
-        close = self.tuned_rms <= self.allowed_rms and self.stock_rms < UNRELATED
+        close = (
+            self.tuned_rms <= self.allowed_rms
+            and self.tuned_worst <= MOST_WORST * self.stock_worst + FLOOR
+            and self.stock_rms < UNRELATED
+        )
         return close and (self.clear is None or self.tuned_top == self.clear)
 
 
@@ -209,6 +218,8 @@ def _place(
         stock_rms=stock_square**0.5,
         tuned_rms=tuned_square**0.5,
         allowed_rms=(MOST**2 * stock_square + ERRORS * noise) ** 0.5 + FLOOR,
+        stock_worst=rows[0].max().item() ** 0.5,
+        tuned_worst=rows[1].max().item() ** 0.5,
         stock_max=errors[0].max().item() / size,
         tuned_max=errors[1].max().item() / size,
         rows=len(truth),

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from rich.table import Table
 
-from .verify import MOST, UNRELATED, Place, Verdict
+from .verify import MOST, MOST_WORST, UNRELATED, Place, Verdict
 
 #: Layers that the table shows, those with the largest ratio of errors.
 WORST = 6
@@ -61,7 +61,8 @@ def lines(verdict: Verdict) -> Iterator[str]:
     elif bad := verdict.first_bad:
         yield (
             f"WORSE than stock: first in {bad.name} ({bad.phase}), RMS error {bad.tuned_rms:.3g} "
-            f"against stock's {bad.stock_rms:.3g}, allowed {bad.allowed_rms:.3g}"
+            f"against stock's {bad.stock_rms:.3g}, allowed {bad.allowed_rms:.3g}; worst row "
+            f"{bad.tuned_worst:.3g} against {bad.stock_worst:.3g}, allowed {MOST_WORST:g} times that"
             if bad.stock_rms < UNRELATED
             else f"nothing can be said: in {bad.name} ({bad.phase}) stock's own RMS error is "
             f"{bad.stock_rms:.3g} of the truth, wanted below {UNRELATED}"
