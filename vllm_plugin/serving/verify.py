@@ -53,8 +53,8 @@ class Place(BaseModel):
     """A layer or the logits, in the prompts' step or in decode steps.
 
     Errors are relative to the RMS of the truth there; ``allowed_rms`` is what the rule lets tuned's
-    be; ``worst`` is the RMS error of the row with the largest; ``top`` counts rows of logits whose first
-    choice is the truth's, of ``clear`` ones where the truth's lead is beyond stock's own error.
+    be; ``worst`` is the RMS error of the row with the largest; ``top`` counts rows of logits whose
+    first choice is the truth's, of ``clear`` ones where the truth's lead is beyond stock's own error.
     """
 
     model_config = ConfigDict(extra="forbid")

@@ -62,7 +62,7 @@ def lines(verdict: Verdict) -> Iterator[str]:
         yield (
             f"WORSE than stock: first in {bad.name} ({bad.phase}), RMS error {bad.tuned_rms:.3g} "
             f"against stock's {bad.stock_rms:.3g}, allowed {bad.allowed_rms:.3g}; worst row "
-            f"{bad.tuned_worst:.3g} against {bad.stock_worst:.3g}, allowed {MOST_WORST:g} times that"
+            f"{bad.tuned_worst:.3g} against {bad.stock_worst:.3g}, allowed {MOST_WORST:g} times"
             if bad.stock_rms < UNRELATED
             else f"nothing can be said: in {bad.name} ({bad.phase}) stock's own RMS error is "
             f"{bad.stock_rms:.3g} of the truth, wanted below {UNRELATED}"
