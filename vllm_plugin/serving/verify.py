@@ -54,7 +54,7 @@ class Place(BaseModel):
 
     Errors are relative to the RMS of the truth there; ``allowed_rms`` is what the rule lets tuned's
     be; ``worst`` is the RMS error of the row with the largest; ``top`` counts rows of logits whose
-    first choice is the truth's, of ``clear`` ones where the truth's lead is beyond stock's own error.
+    first choice is the truth's, of ``clear`` ones whose lead is beyond stock's own error.
     """
 
     model_config = ConfigDict(extra="forbid")
