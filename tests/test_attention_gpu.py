@@ -151,9 +151,12 @@ def test_a_graph_serves_other_lengths_than_it_was_captured_with(device: torch.de
     cache = torch.zeros((blocks, 1, 16, 1024), dtype=torch.bfloat16, device=device)
     table = torch.zeros((4, width), dtype=torch.int32, device=device)
     keys, values = cache.transpose(1, 2).split(512, -1)
-    static, _ = decode_inputs(
-        dataclasses.replace(first, keys=keys, values=values, block_table=table), 16
+    # Copies: what the graph reads is overwritten, and ``first`` is compared with afterwards.
+    q, lengths = first.q.clone(), first.lengths.clone()
+    moved = dataclasses.replace(
+        first, q=q, keys=keys, values=values, block_table=table, lengths=lengths
     )
+    static, _ = decode_inputs(moved, 16)
 
     def fill(source: AttentionInputs) -> None:
         count = source.keys.shape[0]
