@@ -16,7 +16,7 @@ from kernel_templates.attention_problem import problem_kinds
 from kernel_templates.base import record_to_dict
 from tuned_configs import Device, Entry, MaxError, Run, Timing, make_table, write_table
 from tuned_configs.store import table_path
-from vllm_plugin import block_size, config_hook, contract, fast_prefill
+from vllm_plugin import advice, block_size, config_hook, contract, fast_prefill, settings
 
 TEXT = {
     "num_hidden_layers": 35,
@@ -426,10 +426,86 @@ def test_a_fault_in_one_change_leaves_the_other(
 
     changed: list[Any] = []
     monkeypatch.setattr(fast_prefill, "change", fails)
-    monkeypatch.setattr(block_size, "change", changed.append)
+    for other in (advice, block_size):
+        monkeypatch.setattr(other, "change", changed.append)
     config_hook.change("config")
-    assert changed == ["config"]
+    assert changed == ["config", "config"]
     (record,) = caplog.records
     assert record.getMessage() == (
         "gemma-tune: fast prefill is left as it was: RuntimeError: injected"
     )
+
+
+E2B_TYPES = (["sliding_attention"] * 4 + ["full_attention"]) * 7
+
+
+@pytest.mark.parametrize(
+    ("starts", "together"),
+    [([0, 13], True), ([0, 14], False), ([0, 15], False), ([0, 21], False), ([0, 5, 13], True)],
+)
+def test_pipeline_splits_of_shared_layers(starts: list[int], together: bool) -> None:  # case 54
+    found = advice.separated(E2B_TYPES, 20, starts)
+    assert (found == []) is together
+    if starts == [0, 14]:
+        # Layer 13 is the last sliding one of its own, 14 the last full one.
+        assert {source for _, source in found} == {13}
+        assert {E2B_TYPES[layer] for layer, _ in found} == {"sliding_attention"}
+    assert advice.separated(E2B_TYPES, 0, starts) == []
+
+
+@pytest.mark.parametrize(
+    ("ranks", "shared", "starts", "said"),
+    [
+        (2, 20, [0, 18], "VLLM_PP_LAYER_PARTITION=13,22"),
+        (3, 20, [0, 12, 24], "VLLM_PP_LAYER_PARTITION=7,6,22"),
+        (16, 20, list(range(0, 32, 2)), "14 ranks are the most"),
+        (2, 20, [0, 13], None),
+        (2, 0, [0, 18], None),
+        (1, 20, [0], None),
+    ],
+)
+def test_a_pipeline_split_that_vllm_refuses_is_said_before(
+    ranks: int,
+    shared: int,
+    starts: list[int],
+    said: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # case 54
+    monkeypatch.setattr(settings, "_said", set())
+    monkeypatch.setattr(advice, "_first_layers", lambda *_: starts)
+    given = config(parallel_config__pipeline_parallel_size=ranks)
+    given.model_config.hf_text_config.layer_types = E2B_TYPES
+    given.model_config.hf_text_config.num_kv_shared_layers = shared
+    advice.change(given)
+    advice.change(given)
+    lines = [each.getMessage() for each in caplog.records]
+    assert len(lines) == (said is not None)
+    assert said is None or said in lines[0]
+
+
+@pytest.mark.parametrize(
+    ("target", "draft", "gemma", "warned"),
+    [
+        ("TRITON_ATTN", "FLASHINFER", True, True),
+        (None, "FLASHINFER", True, True),
+        ("TRITON_ATTN", "TRITON_ATTN", True, False),
+        ("TRITON_ATTN", None, True, False),
+        ("TRITON_ATTN", "FLASHINFER", False, False),
+    ],
+)
+def test_a_draft_with_another_backend_is_said(
+    target: str | None, draft: str | None, gemma: bool, warned: bool
+) -> None:  # case 25
+    def backend(name: str | None) -> Any:
+        return None if name is None else SimpleNamespace(name=name)
+
+    speculative = SimpleNamespace(
+        attention_backend=backend(draft), use_gemma4_mtp=lambda: gemma, method="mtp"
+    )
+    given = config(speculative_config=speculative, attention_config__backend=backend(target))
+    found = advice.warnings(given)
+    assert len(found) == warned
+    if warned:
+        assert "the draft's attention backend is FLASHINFER" in found[0]
+        assert (target or "chosen by vLLM") in found[0]

@@ -29,6 +29,30 @@ _LIKE_A_COUNT = re.compile(r"\s*[A-Za-z]?\s*[+-]?\d[\d\s._]*")
 Row = dict[str, int]
 
 
+def device_part(device_name: str) -> str:
+    """A GPU as vLLM names it in these files: ``NVIDIA_H200`` for every H200."""
+    name = device_name.replace(" ", "_")
+    return "NVIDIA_H200" if "H200" in name.split("_") else name
+
+
+def file_name(
+    experts: int,
+    width: int,
+    device_name: str,
+    dtype: str | None = None,
+    block_shape: tuple[int, int] | None = None,
+) -> str:
+    """The name under which vLLM looks for a table: for whoever writes one and whoever seeks one.
+
+    ``width`` is the experts' on this rank (the second weight's last dimension, doubled back where
+    int4 packs two values in a byte), ``dtype`` vLLM's word: None for bf16 and fp16, ``fp8_w8a8``,
+    ``int4_w4a16``, ``float32``; ``block_shape`` that of fp8 scales.
+    """
+    kind = "" if dtype is None else f",dtype={dtype}"
+    blocks = "" if block_shape is None else f",block_shape=[{block_shape[0]},{block_shape[1]}]"
+    return f"E={experts},N={width},device_name={device_part(device_name)}{kind}{blocks}.json"
+
+
 def is_moe_table(path: Path) -> bool:
     """Whether a file is named as vLLM names its fused-MoE tables."""
     return FILE_NAME.fullmatch(path.name) is not None

@@ -52,6 +52,9 @@ def _undo(model: Any, vllm_config: Any) -> None:
 
 def _attach(model: Any, vllm_config: Any, report: Report) -> str:
     """Plan, compile and publish; returns the digest of what is active."""
+    from . import moe_folder
+
+    report.note(moe_folder.use(vllm_config))
     refuse_config(vllm_config)
     choices = Choices.load()
     choices.model = str(vllm_config.model_config.model)
@@ -60,7 +63,7 @@ def _attach(model: Any, vllm_config: Any, report: Report) -> str:
         settings.log.warning("gemma-tune: %s", fault)
     from vllm.model_executor.models import gemma4
 
-    from . import attention_plan, layers, moe_folder, ops, plan, warmup
+    from . import attention_plan, layers, ops, plan, warmup
 
     unknown = contract.unknown(Path(inspect.getfile(gemma4)).read_text(encoding="utf-8"))
     ops.use(choices)
@@ -69,7 +72,6 @@ def _attach(model: Any, vllm_config: Any, report: Report) -> str:
     attention_plan.plan(planner.attention, vllm_config, choices, report)
     if getattr(vllm_config.cache_config, "kv_sharing_fast_prefill", False):
         _second_half(model.model, vllm_config, report, unknown.get("second half"))
-    report.note(moe_folder.use(choices.device.name, vllm_config))
     layers.patch()
     if not report.any_active():
         return "inactive"

@@ -54,10 +54,10 @@ def _wrapped(stock: type) -> type:
 
 
 def change(vllm_config: Any) -> None:
-    """Fast prefill and block size; each for itself, never raises."""
-    from . import block_size, fast_prefill
+    """Advice, fast prefill and block size; each for itself, never raises."""
+    from . import advice, block_size, fast_prefill
 
-    for part in (fast_prefill, block_size):
+    for part in (advice, fast_prefill, block_size):
         try:
             part.change(vllm_config)
         except Exception as error:

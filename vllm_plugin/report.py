@@ -51,7 +51,7 @@ class Report:
             f"{f' on {self.device}' if self.device else ''}, vLLM {vllm.__version__}"
         )
         if self.refusal:
-            return f"{head}: inactive, vLLM runs stock: {self.refusal}"
+            return "; ".join([f"{head}: inactive, vLLM runs stock: {self.refusal}", *self.notes])
         active = [decision for decision in self.decisions if decision.active]
         parts = [f"{head}: {len(active)} of {len(self.decisions)} hot paths active"]
         for decision in sorted(self.decisions, key=lambda each: (not each.active, each.template)):
