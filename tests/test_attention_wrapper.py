@@ -296,6 +296,46 @@ def test_fp8_cache_takes_one_scale(
     assert len(stock.calls) == 1
 
 
+@pytest.mark.parametrize("name", ["drafts, full", "drafts, window"])
+def test_drafts_read_the_targets_cache_with_its_scales(
+    name: str, choices: Choices, monkeypatch: pytest.MonkeyPatch
+) -> None:  # case 56
+    """A drafter's layers read the target's fp8 cache: its scales make the answer, 1.0 another."""
+    kind = {**(FULL if "full" in name else SLIDING), "kv_dtype": "float8_e4m3fn"}
+    given = problem(9, 3, 70, **kind)
+    scales = {"k_scale": torch.tensor([0.05]), "v_scale": torch.tensor([0.2])}
+    inputs, stock = dataclasses.replace(made(given), **scales), Stock()
+    monkeypatch.setattr(choices, "decide", lambda name, _: decided(name))
+    config = attention_decode.default(given, choices.device)
+    monkeypatch.setattr(choices, "faster", lambda *_: config)
+    wrapper = wrapped.Wrapper(stock, choices)
+    wrapper(**call_of(inputs, kv_quant_mode=1))
+    wanted = attention(inputs)["attended"]
+    torch.testing.assert_close(inputs.attended, wanted, rtol=1e-4, atol=1e-4)
+    ones = torch.ones(())
+    wrapper(**call_of(inputs, kv_quant_mode=1, k_descale=ones, v_descale=ones))
+    assert inputs.attended is not None
+    assert stock.calls == []
+    assert float((inputs.attended - wanted).abs().max()) > 0.1
+
+
+def test_each_kind_of_layer_reads_its_own_block_table(choices: Choices) -> None:  # case 57
+    """Two groups of KV caches: other block sizes, other ids in other orders, called in turn."""
+    stock = Stock()
+    wrapper = wrapped.Wrapper(stock, choices)
+    groups = [made(problem(9, 3, 70, **kind)) for kind in (SLIDING, FULL)]
+    assert len({group.keys.shape[1] for group in groups}) == 2
+    assert groups[0].block_table.tolist() != groups[1].block_table.tolist()
+    for _ in range(2):
+        for group in groups:
+            assert group.attended is not None
+            group.attended.fill_(torch.nan)
+            wrapper(**call_of(group))
+            wanted = attention(group)["attended"]
+            torch.testing.assert_close(group.attended, wanted, rtol=1e-5, atol=1e-5)
+    assert stock.calls == []
+
+
 def decided(name: str) -> Any:
     from vllm_plugin.tables import Decision
 

@@ -115,7 +115,7 @@ def test_no_gpu(well: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert todos(seen) == ["run on a machine with an NVIDIA GPU"]
 
 
-def test_wrong_kernel_is_found(well: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_kernel_is_found(well: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # case 63
     def wrong(
         worker: object, kernel: KernelTemplate[object, object], problem: object, config: object
     ) -> float:

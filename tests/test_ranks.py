@@ -46,13 +46,13 @@ def test_same_digests_agree(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("other", ["xyz", "failed"])
-def test_every_rank_learns_of_a_difference(tmp_path: Path, other: str) -> None:
+def test_every_rank_learns_of_a_difference(tmp_path: Path, other: str) -> None:  # case 66
     first, second = compare(tmp_path, ("abc", other))
     assert first == second
     assert f"rank 0: abc, rank 1: {other}" in first
 
 
-def test_a_rank_that_never_comes_is_a_difference(tmp_path: Path) -> None:
+def test_a_rank_that_never_comes_is_a_difference(tmp_path: Path) -> None:  # case 68
     first, _ = compare(tmp_path, ("abc", "absent"))
     assert first.startswith("tensor-parallel ranks could not compare their tables")
 

@@ -63,7 +63,7 @@ def call(half: Any, mode: str, tokens: int, fails: bool = False, **changed: Any)
     return context.cudagraph_runtime_mode.name
 
 
-def test_replays_what_was_captured(half: Any) -> None:
+def test_replays_what_was_captured(half: Any) -> None:  # case 47
     assert call(half, "NONE", 8) == "NONE"  # nothing captured yet
     assert call(half, "PIECEWISE", 8) == "PIECEWISE"
     assert call(half, "NONE", 8) == "NONE"  # the context is as it was, the call was not

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
+import json
+import os
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -27,9 +31,14 @@ needs_vllm = [
 ]
 
 
-def run(code: str) -> str:
+def run(code: str, **variables: str) -> str:
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, **variables},
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
@@ -112,6 +121,23 @@ def test_digest_depends_on_what_is_active_and_on_the_tables(
     assert choices.digest({"a": 1}) in digests
 
 
+def test_the_same_tables_choose_the_same(choices: Choices, tmp_path: Path) -> None:  # case 66
+    """Two ranks with equal tables agree on 1,000 token counts, whatever each was asked before."""
+    draw = random.Random(0)
+    counts = [draw.randint(1, 8192) for _ in range(1000)]
+    other = Choices(find_device(), TableSet.load(tmp_path / "tables", NAME))
+
+    def chosen(rank: Choices, order: list[int]) -> dict[int, Any]:
+        problems = {count: dataclasses.replace(PROBLEM, tokens=count) for count in order}
+        return {
+            count: rank.config(residual_norm.TEMPLATE, problem)
+            for count, problem in problems.items()
+        }
+
+    assert chosen(choices, counts) == chosen(other, counts[::-1])
+    assert choices.digest({}) == other.digest({})
+
+
 class TestWithVllm:
     pytestmark = needs_vllm
 
@@ -119,7 +145,7 @@ class TestWithVllm:
         ("changed", "reason"),
         [
             ({"quant_config": object()}, "quantised"),
-            ({"lora_config": object()}, "LoRA"),
+            ({"lora_config": object()}, "LoRA"),  # case 55
             (
                 {
                     "compilation_config": SimpleNamespace(
@@ -192,3 +218,78 @@ class TestWithVllm:
             if layers.PLAN in layer.__dict__ and layer.__dict__[layers.PLAN].next_norm is not None
         }
         assert found == {index: f"norm {int(index) + 1}" for index in linked}
+
+
+REGISTER = """
+import json, multiprocessing, sys
+import vllm_plugin
+from vllm import ModelRegistry
+
+def seen(queue=None):
+    for _ in range(3):
+        vllm_plugin.register()
+    from vllm.model_executor.models.config import MODELS_CONFIG_MAP
+    kind = MODELS_CONFIG_MAP["Gemma4ForCausalLM"]
+    wraps = sum("_gemma_tune_stands_for" in vars(each) for each in kind.__mro__)
+    found = [ModelRegistry.models["Gemma4ForCausalLM"].module_name, wraps]
+    return found if queue is None else queue.put(found)
+
+if __name__ == "__main__":
+    answers = [seen()]
+    for method in ("fork", "spawn"):
+        context = multiprocessing.get_context(method)
+        queue = context.Queue()
+        child = context.Process(target=seen, args=(queue,))
+        child.start()
+        answers.append(queue.get(timeout=200))
+        child.join()
+    print(json.dumps(answers))
+"""
+
+
+@pytest.mark.vllm
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+def test_registered_again_and_in_children(tmp_path: Path) -> None:  # case 68
+    """Three times over, here, in a forked and in a spawned process: once in place in each."""
+    program = tmp_path / "register.py"
+    program.write_text(REGISTER)
+    done = subprocess.run(
+        [sys.executable, str(program)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=500,
+        env={**os.environ, "GEMMA_TUNE": "1", "PYTHONPATH": str(ROOT)},
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert json.loads(done.stdout.splitlines()[-1]) == [["vllm_plugin.model", 1]] * 3
+
+
+@pytest.mark.vllm
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+@pytest.mark.parametrize(
+    ("value", "loaded"), [(None, True), ("gemma_tune", True), ("other", False), ("", False)]
+)
+def test_vllms_own_list_of_plugins(value: str | None, loaded: bool, tmp_path: Path) -> None:
+    """Case 68: ``VLLM_PLUGINS`` unset, naming the plugin, naming another, empty."""
+    info = tmp_path / "gemma_tune-0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: gemma-tune\nVersion: 0\n")
+    (info / "entry_points.txt").write_text(
+        "[vllm.general_plugins]\ngemma_tune = vllm_plugin:register\n"
+    )
+    code = (
+        "import os; value = os.environ.pop('LISTED'); "
+        "value == 'unset' or os.environ.update(VLLM_PLUGINS=value); "
+        "from vllm.plugins import load_general_plugins as load; load(); load(); "
+        "from vllm import ModelRegistry; "
+        "print(ModelRegistry.models['Gemma4ForCausalLM'].module_name)"
+    )
+    said = run(
+        code,
+        LISTED="unset" if value is None else value,
+        GEMMA_TUNE="1",
+        PYTHONPATH=f"{tmp_path}:{ROOT}",
+    )
+    stock = "vllm.model_executor.models.gemma4"
+    assert said.splitlines()[-1] == ("vllm_plugin.model" if loaded else stock)
