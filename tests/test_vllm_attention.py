@@ -71,7 +71,7 @@ def test_same_tokens_and_hidden_states(vllm_place: Path, stock: dict[str, Ran], 
 
 def test_fast_prefill_is_on_by_itself_and_gives_the_same(
     vllm_place: Path, stock: dict[str, Ran]
-) -> None:
+) -> None:  # case 47: of a long prompt the second half sees one row
     saved = vllm_place / "fast.pt"
     ran = attended(vllm_place, "dense", "--save", str(saved))
     assert ran.result["fast_prefill"]
@@ -83,6 +83,33 @@ def test_fast_prefill_is_on_by_itself_and_gives_the_same(
     rows = [len(torch.load(saved)[f"layer {index}"][0]) for index in (1, 2)]
     assert rows[0] == sum(map(len, PROMPTS))
     assert rows[1] < rows[0]
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        # Prompts in pieces: most steps end in the middle of one, beside others that decode.
+        {"max_num_batched_tokens": 16, "enable_chunked_prefill": True},
+        # All but the end of the long prompt is in the cache when it is asked again.
+        {"enable_prefix_caching": True},
+    ],
+    ids=lambda extra: next(iter(extra)),
+)
+def test_fast_prefill_in_pieces_gives_the_same(
+    extra: dict[str, Any], vllm_place: Path, stock: dict[str, Ran], tmp_path: Path
+) -> None:  # case 52
+    saved = tmp_path / "states.pt"
+    options = json.dumps({**BLOCKS, **extra})
+    ran = attended(vllm_place, "dense", "--extra", options, "--save", str(saved))
+    assert ran.result["fast_prefill"]
+    assert ran.result["attention"]["delegated"] == 0
+    assert_same(ran, stock["dense"])
+    rows = [len(step) for step in torch.load(saved)["layer 1"]]
+    if "max_num_batched_tokens" in extra:
+        assert max(rows) <= 16
+        assert len(rows) > 6
+    else:
+        assert max(ran.result["cached"]) >= 32
 
 
 def test_fast_prefill_stays_off_where_nothing_is_shared(
